@@ -1,0 +1,69 @@
+"""Where AutoKernel keeps things, and how a file is replaced so that a reader never sees half of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def repo_root() -> Path:
+    """The folder that holds the scripts, `kernel.py` and the `autokernel` package."""
+    return Path(__file__).resolve().parent.parent
+
+
+def _from_env(variable: str, default: Path) -> Path:
+    value = os.environ.get(variable)
+    return Path(value).expanduser() if value else default
+
+
+def workspace() -> Path:
+    """Run-time files: AUTOKERNEL_WORKSPACE, else `workspace/` in the repository. Not created here."""
+    return _from_env("AUTOKERNEL_WORKSPACE", repo_root() / "workspace")
+
+
+def ledger() -> Path:
+    """The ledger: AUTOKERNEL_LEDGER (workers of one run share one), else `results.tsv` in the repository."""
+    return _from_env("AUTOKERNEL_LEDGER", repo_root() / "results.tsv")
+
+
+def cache_dir() -> Path:
+    """What outlives a checkout (calibrations, compiled kernels): AUTOKERNEL_CACHE, else the user's cache folder."""
+    base = _from_env("XDG_CACHE_HOME", Path.home() / ".cache")
+    return _from_env("AUTOKERNEL_CACHE", base / "autokernel")
+
+
+def config_dir() -> Path:
+    """The user's own settings: XDG_CONFIG_HOME/autokernel, else ~/.config/autokernel."""
+    return _from_env("XDG_CONFIG_HOME", Path.home() / ".config") / "autokernel"
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: a reader, and a kill at any moment, sees the old file or the new one.
+
+    Creates the folder. Raises OSError (disk full, read-only folder): the old file is untouched, nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)                       # mkstemp gives 0600; these are ordinary files
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    fsync_dir(path.parent)
