@@ -1,0 +1,263 @@
+"""The process that runs a kernel: `python -I child.py FD`. It answers with raw tensors and raw times, never a verdict.
+
+Every call, checked or timed or warm-up, takes the same path, so a kernel cannot tell them apart:
+
+    wait kernel -> inputs copied in from the stage -> L2 flushed -> start event -> kernel_fn -> end event -> output copied
+
+The wait hides the launch gap. Inputs arrive on the stream behind it, so work on another stream that does not wait reads
+stale bytes; the output leaves on the stream right behind the end event, so work that was not joined is missing in it.
+Functions the loop needs are bound before the candidate is imported. What a native attacker in this process could still
+do is bounded by the judge's own clock (docs/trust.md).
+
+Messages are length-prefixed JSON over one socket; neither side ever unpickles.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import socket
+import struct
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def send(sock: socket.socket, message: dict) -> None:
+    data = json.dumps(message).encode()
+    sock.sendall(struct.pack("<I", len(data)) + data)
+
+
+def receive(sock: socket.socket, limit: int = 1 << 24) -> dict | None:
+    """The next message, or None at the end of the stream. A longer message than `limit` bytes is a ValueError."""
+    head = _exactly(sock, 4)
+    if head is None:
+        return None
+    (length,) = struct.unpack("<I", head)
+    if length > limit:
+        raise ValueError(f"message of {length} bytes")
+    data = _exactly(sock, length)
+    return None if data is None else json.loads(data)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+class Runner:
+    """Holds the shared arena and calls the kernel on views into it."""
+
+    def __init__(self, setup: dict):
+        import torch
+
+        self.torch = torch
+        self.device = torch.device(setup["device"])
+        self.on_gpu = self.device.type == "cuda"
+        self.arena = self._open_arena(setup["arena"])
+        self.function = None
+        self.held = None  # the previous output, kept alive through the next call
+        self.clock = time.perf_counter
+        self.tensor_type = torch.Tensor
+        self.copy_, self.fill_ = torch.Tensor.copy_, torch.Tensor.fill_
+        self.as_strided, self.view = torch.as_strided, torch.Tensor.view
+        if self.on_gpu:
+            base = torch._C._CudaEventBase
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            self.record, self.elapsed = base.record, base.elapsed_time
+            self.synchronize, self.sleep = torch._C._cuda_synchronize, torch.cuda._sleep
+            self.stream = torch.cuda.current_stream()
+            # read, not written: a written flush leaves dirty lines whose write-back is then charged to the kernel
+            self.flush = torch.randint(1, 9, (setup["flush_bytes"] // 4,), dtype=torch.int32, device=self.device)
+            self.flushed = torch.empty((), dtype=torch.int64, device=self.device)
+            self.sum = torch.sum
+            torch.cuda.reset_peak_memory_stats()
+
+    def _open_arena(self, arena: dict):
+        torch = self.torch
+        if arena["kind"] == "file":
+            return torch.from_file(arena["path"], shared=True, size=arena["bytes"], dtype=torch.uint8)
+        import base64
+
+        handle = [base64.b64decode(v[1:]) if isinstance(v, str) else v for v in arena["handle"]]
+        torch.cuda.init()
+        storage = torch.UntypedStorage._new_shared_cuda(*handle)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, arena["offset"], (arena["bytes"],))
+
+    # ---- loading -----------------------------------------------------------------------------------------------
+
+    def load(self, request: dict) -> dict:
+        """Import the candidate, or build a trusted baseline; answer with what `kernel_fn` takes."""
+        start = self.clock()
+        if "op" in request:
+            self.function, module = self._baseline(request), None
+        else:
+            module = self._import(Path(request["path"]))
+            self.function = getattr(module, "kernel_fn", None)
+            if not callable(self.function):
+                raise AttributeError("kernel.py defines no function kernel_fn")
+        parameters = {
+            name: p.default is inspect.Parameter.empty
+            for name, p in inspect.signature(self.function).parameters.items()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        return {"parameters": parameters, "seconds": self.clock() - start}
+
+    def _import(self, path: Path):
+        # `autokernel.cuda` is there for CUDA kernels; reference.py, the oracle, is not importable
+        package = type(sys)("autokernel")
+        package.__path__ = [str(ROOT / "autokernel")]
+        sys.modules["autokernel"] = package
+        spec = importlib.util.spec_from_file_location("kernel", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["kernel"] = module
+        spec.loader.exec_module(module)
+        return module
+
+    def _baseline(self, request: dict):
+        sys.path.insert(0, str(ROOT))
+        from autokernel import ops
+
+        function = ops.get(request["op"]).baseline
+        if request.get("compile"):
+            function = self.torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+        return function
+
+    # ---- one call ----------------------------------------------------------------------------------------------
+
+    def tensor(self, spec: dict, region: str):
+        """A view into the arena; spec: shape, strides, dtype, start (byte offset of the region), offset (elements)."""
+        dtype = getattr(self.torch, spec["dtype"])
+        start = spec[region]
+        usable = (self.arena.numel() - start) // dtype.itemsize * dtype.itemsize
+        flat = self.view(self.arena[start : start + usable], dtype)
+        return self.as_strided(flat, spec["shape"], spec["strides"], flat.storage_offset() + spec.get("offset", 0))
+
+    def call(self, request: dict) -> dict:
+        kwargs = {name: self.tensor(spec, "work") for name, spec in request["inputs"].items()}
+        stage, work, count = request["stage"], request["work"], request["bytes"]
+        source, target = self.arena[stage : stage + count], self.arena[work : work + count]
+        output = self.tensor(request["output"], "start")
+        kwargs.update(request["scalars"])
+        run = self._timed_gpu if self.on_gpu else self._timed_cpu
+        out, reply = run(source, target, output, kwargs, request)
+        reply["out"] = self._describe(out, request)
+        self._release(out, request["poison"])
+        return reply
+
+    def _timed_gpu(self, source, target, output, kwargs, request):
+        start, end, done = self.events
+        stream, record, clock = self.stream, self.record, self.clock
+        self.sleep(request["wait_cycles"])
+        self.copy_(target, source)
+        self.sum(self.flush, out=self.flushed)
+        began = clock()
+        record(start, stream)
+        out = self.function(**kwargs)
+        record(end, stream)
+        host = clock() - began
+        self._hand_over(out, output)
+        self.synchronize()
+        record(done, stream)
+        self.synchronize()
+        late = type(out) is self.tensor_type and out.shape == output.shape and not self.torch.equal(out, output)
+        device = self.elapsed(start, end)
+        times = {"device_s": device / 1e3, "host_s": host, "after_s": self.elapsed(end, done) / 1e3}
+        peak = self.torch.cuda.max_memory_allocated() - self.flush.numel() * 4
+        # NaNs are unequal to themselves: settle a difference by the bits
+        if late:
+            late = not self.torch.equal(out.nan_to_num(), output.nan_to_num())
+        return out, {**times, "late": bool(late), "peak_bytes": peak}
+
+    def _timed_cpu(self, source, target, output, kwargs, request):
+        self.copy_(target, source)
+        began = self.clock()
+        out = self.function(**kwargs)
+        seconds = self.clock() - began
+        self._hand_over(out, output)
+        return out, {"device_s": seconds, "host_s": seconds, "after_s": 0.0, "late": False, "peak_bytes": 0}
+
+    def _hand_over(self, out, output) -> None:
+        """Copy the result where the judge reads it, on the stream, at once; a wrong one is left to the judge."""
+        if type(out) is self.tensor_type and out.dtype == output.dtype and out.shape == output.shape:
+            if out.device == output.device:
+                self.copy_(output, out)
+
+    def _describe(self, out, request) -> dict:
+        """Facts about the returned object, for the judge to weigh."""
+        if type(out) is not self.tensor_type:
+            return {"type": f"{type(out).__module__}.{type(out).__qualname__}"}
+        storage = out.untyped_storage() if out.layout == self.torch.strided else None
+        low = storage.data_ptr() if storage else 0
+        high = low + (storage.nbytes() if storage else 0)
+        arena = self.arena.data_ptr()
+        held = self.held
+        return {
+            "type": "torch.Tensor",
+            "dtype": str(out.dtype).removeprefix("torch."),
+            "shape": list(out.shape),
+            "strides": list(out.stride()) if storage else None,
+            "device": out.device.type,
+            "layout": str(out.layout),
+            "attributes": sorted(vars(out)),
+            "requires_grad": out.requires_grad,
+            "aliases_input": bool(low < arena + self.arena.numel() and arena < high and high > low),
+            "aliases_previous": bool(held is not None and low < high and low < held[1] and held[0] < high),
+        }
+
+    def _release(self, out, poison: int) -> None:
+        """Keep this output until after the next call; overwrite the one before with noise as it is given back.
+
+        So what torch.empty hands to the kernel next never holds an earlier answer.
+        """
+        old, self.held = self.held, None
+        if old is not None and old[2].dtype.is_floating_point and old[2].numel():
+            self.fill_(old[2], float(poison))
+        if type(out) is self.tensor_type and out.layout == self.torch.strided:
+            storage = out.untyped_storage()
+            # the bytes are read before the handle is kept: a resized storage would move
+            self.held = (storage.data_ptr(), storage.data_ptr() + storage.nbytes(), out)
+
+
+def error_of(error: BaseException) -> dict:
+    """An exception as data: type, message, the line in kernel.py, and the traceback for those who ask."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "kernel.py"]
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:4000] or type(error).__name__,
+        "line": getattr(error, "lineno", None) or (frames[-1].lineno if frames else None),
+        "traceback": "".join(traceback.format_exception(error))[-8000:],
+    }
+
+
+def main(fd: int) -> None:
+    sock = socket.socket(fileno=fd)
+    os.set_inheritable(fd, False)
+    runner: Runner | None = None
+    while (request := receive(sock)) is not None:
+        try:
+            if request["do"] == "setup":
+                runner = Runner(request)
+                answer = {}
+            else:
+                import torch
+
+                with torch.no_grad():
+                    answer = getattr(runner, request["do"])(request)
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a kernel is an answer too
+            answer = {"error": error_of(error)}
+        send(sock, {"id": request["id"], **answer})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,145 @@
+"""The comparator: is an output right, measured against the float64 oracle and against PyTorch's own error?
+
+An element passes when |out - ref| <= atol * rms(ref) + rtol * |ref|. The whole output must also be about as accurate as
+PyTorch's kernel in the same dtype: its rms error at most RMS_FACTOR times PyTorch's, its worst at most MAX_FACTOR times,
+plus floors. So an accurate kernel never fails because PyTorch was less accurate than it, and zeros, missing work or a
+secretly lower precision never pass. Where PyTorch itself breaks the element bound (an ill-conditioned case), the bound
+is MAX_FACTOR times PyTorch's worst error instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# atol = rtol by output dtype: one unit in the last place of the half formats, so twice what rounding once costs.
+# float32: 1e-5 for sums of up to 512 terms, growing as their square root.
+TOLERANCES = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
+TF32_TOLERANCE = 2e-3
+MAX_FACTOR = 4.0
+RMS_FACTOR = 3.0
+_CHUNK = 1 << 26  # elements compared at once: 0.5 GB of float64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """ok, why not, and the errors: worst element relative to rms(ref) + |ref|, and rms error over rms(ref)."""
+
+    ok: bool
+    reason: str
+    max_error: float
+    rms_error: float
+
+
+def compare(
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    torch_out: torch.Tensor | None = None,
+    *,
+    depth: float = 1.0,
+    factor: float = 1.0,
+    exact: bool = False,
+    allow_tf32: bool = False,
+) -> Comparison:
+    """Judge `out` (any float dtype) against `ref` (float64, same shape).
+
+    torch_out: PyTorch's result on the same inputs, for the error bound relative to it. depth: terms in the longest
+    sum. factor: the operator's own multiple of TOLERANCES. exact: demand equality with the rounded reference.
+    """
+    if out.shape != ref.shape:
+        return Comparison(False, f"shape {tuple(out.shape)}, expected {tuple(ref.shape)}", math.inf, math.inf)
+    tolerance = TOLERANCES[out.dtype] * factor
+    if out.dtype == torch.float32:
+        tolerance = TF32_TOLERANCE if allow_tf32 else tolerance * max(1.0, math.sqrt(depth / 512))
+    scale = _rms_finite(ref, out.dtype)
+    ours = _errors(out, ref, scale, tolerance)
+    theirs = _errors(torch_out, ref, scale, tolerance) if torch_out is not None else None
+    return _verdict(out, ref, ours, theirs, tolerance, depth, exact, allow_tf32)
+
+
+def _verdict(out, ref, ours, theirs, tolerance, depth, exact, allow_tf32) -> Comparison:
+    max_error, rms_error = ours.max_error, ours.rms_error
+
+    def failed(reason: str) -> Comparison:
+        return Comparison(False, reason, max_error, rms_error)
+
+    if ours.wrong_nonfinite:
+        return failed(f"{ours.wrong_nonfinite} values non-finite where the reference is finite, or the other way round")
+    if exact and not torch.equal(out.double(), ref.to(out.dtype).double()):
+        return failed("differs from an exactly representable result: some terms are missing or rounded on the way")
+    torch_breaks_bound = theirs is not None and theirs.outside > 0 and not theirs.wrong_nonfinite
+    limit = MAX_FACTOR * theirs.max_error if torch_breaks_bound else tolerance
+    if ours.outside and not (torch_breaks_bound and max_error <= limit):
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(ours.worst_at), ref.shape))
+        got, want = out.flatten()[ours.worst_at].item(), ref.flatten()[ours.worst_at].item()
+        share = f"{ours.outside} of {ref.numel()} elements"
+        return failed(f"{share} off by more than {limit:.1e} x (rms + |ref|); at {where}: {got:.6g}, expected {want:.6g}")
+    if theirs is not None and not theirs.wrong_nonfinite:
+        unit = torch.finfo(out.dtype).eps / 2
+        # float32 floors grow with the sum; the half formats round once at the end, whatever the sum
+        floor = 8 * unit * max(1.0, math.sqrt(depth) / 8) if out.dtype == torch.float32 else unit / 8
+        floor = TF32_TOLERANCE if allow_tf32 and out.dtype == torch.float32 else floor
+        if not rms_error <= RMS_FACTOR * theirs.rms_error + floor:
+            return failed(
+                f"rms error {rms_error:.2e} of rms(ref); PyTorch in this dtype makes {theirs.rms_error:.2e}: "
+                "lower precision than the dtype allows"
+            )
+    return Comparison(True, "", max_error, rms_error)
+
+
+@dataclass(frozen=True)
+class _Errors:
+    outside: int  # elements beyond the bound
+    worst_at: int  # flat index of the worst element
+    max_error: float
+    rms_error: float
+    wrong_nonfinite: int
+
+
+def _rms_finite(ref: torch.Tensor, dtype: torch.dtype) -> float:
+    """Root mean square over the elements that are finite in `dtype`."""
+    total, count = 0.0, 0
+    for chunk in ref.flatten().split(_CHUNK):
+        kept = chunk[chunk.abs() <= torch.finfo(dtype).max]
+        total += kept.square().sum().item()
+        count += kept.numel()
+    return math.sqrt(total / count) if count else 0.0
+
+
+def _errors(out: torch.Tensor, ref: torch.Tensor, scale: float, tolerance: float) -> _Errors:
+    info = torch.finfo(out.dtype)
+    outside = wrong = 0
+    worst, worst_at, total, start = -1.0, 0, 0.0, 0
+    for got, want in zip(out.flatten().split(_CHUNK), ref.flatten().split(_CHUNK), strict=True):
+        got = got.double()
+        expected = want.to(out.dtype).double()
+        finite, got_finite = torch.isfinite(expected), torch.isfinite(got)
+        # at the format's largest value an honest result may round to either side
+        brink = (want.abs() > info.max * (1 - 4 * tolerance)) & (got.abs() > info.max * (1 - 4 * tolerance))
+        brink &= torch.sign(got) == torch.sign(want)
+        same = (got == expected) | (got.isnan() & expected.isnan()) | brink
+        wrong += int(((finite != got_finite) | ~finite).logical_and_(~same).sum())
+        both = finite & got_finite & ~brink
+        error = torch.where(both, (got - want).abs(), 0.0)
+        size = scale + torch.where(both, want.abs(), 0.0)
+        # a subnormal step is all that the dtype can resolve next to zero
+        scaled = (error - info.smallest_normal * info.eps).clamp_min_(0) / size.clamp_min_(1e-300)
+        outside += int((~(scaled <= tolerance)).sum())
+        total += error.square().sum().item()
+        if scaled.numel():
+            top, at = scaled.max(0)
+            if top.item() > worst:
+                worst, worst_at = top.item(), start + int(at)
+        start += got.numel()
+    rms = math.sqrt(total / max(ref.numel(), 1))
+    return _Errors(outside, worst_at, max(worst, 0.0), rms / scale if scale else rms, wrong)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bitwise equality, NaNs and signed zeros included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(ints), b.contiguous().view(ints))

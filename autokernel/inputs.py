@@ -1,0 +1,128 @@
+"""Fresh content for a kernel's inputs, written in place into tensors that the judge owns.
+
+Every call of a kernel gets new content from a generator seeded with operating-system entropy; nothing is ever
+reproducible from the kernel's side. The kinds of content below are what the stages of `bench.py` are made of.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+
+import torch
+
+from autokernel.spec import Arg, Case, OpSpec
+
+
+def fresh_generator(device: torch.device) -> torch.Generator:
+    """A generator whose seed nobody knows."""
+    return torch.Generator(device).manual_seed(int.from_bytes(os.urandom(7), "little"))
+
+
+def fill(spec: OpSpec, case: Case, tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
+    """Draw every tensor of a case in place."""
+    for name, tensor in tensors.items():
+        given = case.content if isinstance(case.content, str) else case.content.get(name, "normal")
+        fill_one(tensor, spec.args[name], given, case, generator)
+
+
+def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator: torch.Generator) -> None:
+    if arg.draw == "index":
+        tensor.random_(0, case.size[arg.below], generator=generator)
+        if content == "some_ignored":  # -100 is what PyTorch's losses ignore; one row stays, or the mean is 0/0
+            tensor[torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3] = -100
+            tensor.view(-1)[0].clamp_(min=0)
+    elif content == "ints" or (content in CONTENTS and arg.draw == "normal" and content != "normal"):
+        values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        tensor.copy_(CONTENTS[content](values, generator) * _scale(arg, case))
+    elif arg.draw == "normal":
+        tensor.normal_(0, _scale(arg, case), generator=generator)
+    elif arg.draw == "gain":
+        tensor.normal_(1, 0.25, generator=generator)
+    elif arg.draw == "unit":
+        tensor.uniform_(-math.pi, math.pi, generator=generator).cos_()
+    else:
+        raise ValueError(f"draw {arg.draw!r} is not one of normal, gain, unit, index")
+
+
+def _scale(arg: Arg, case: Case) -> float:
+    return arg.scale(case.size) if callable(arg.scale) else arg.scale
+
+
+def _normal(t, g):
+    return t.normal_(0, 1, generator=g)
+
+
+def _uniform(t, g, low, high):
+    return t.uniform_(low, high, generator=g)
+
+
+def _wide(t, g, decades):
+    """Normal values whose magnitudes spread over 2 * decades powers of ten."""
+    return _normal(t, g) * 10 ** _uniform(torch.empty_like(t), g, -decades, decades)
+
+
+def _per_row(t, g):
+    """One random value per row of the last axis."""
+    return _normal(torch.empty((*t.shape[:-1], 1), device=t.device), g)
+
+
+def _spike(t, g):
+    """A quiet row with one loud element at a random position: it shows whether each position is really read."""
+    _normal(t, g).mul_(0.1)
+    at = torch.randint(t.shape[-1], (*t.shape[:-1], 1), generator=g, device=t.device)
+    return t.scatter_(-1, at, 20.0)
+
+
+def _swamp(t, g):
+    """One large element before many whose single squares or values vanish beside it in half precision."""
+    _uniform(t, g, 0.2, 0.3)
+    t[..., :1] = 24.0
+    return t
+
+
+def _cancel(t, g):
+    """Second half of each row = minus the first half plus a little: partial sums are far larger than the sum."""
+    _normal(t, g).mul_(4)
+    half = t.shape[-1] // 2
+    t[..., half : 2 * half] = -t[..., :half] + _normal(torch.empty_like(t[..., :half]), g) / 16
+    return t
+
+
+def _repeat(t, g):
+    """Second half along the first axis = the first half: the partner of `cancel` in a product."""
+    _normal(t, g)
+    half = t.shape[0] // 2
+    t[half : 2 * half] = t[:half]
+    return t
+
+
+def _masked(t, g):
+    """A third of each row is minus infinity, never all of it."""
+    hide = torch.rand(t.shape, generator=g, device=t.device) < 0.33
+    hide[..., -1:] = False
+    return _normal(t, g).masked_fill_(hide, -math.inf)
+
+
+# kind -> how a float32 tensor is filled; each keeps float32 intermediates of an honest kernel finite
+CONTENTS = {
+    "normal": _normal,
+    "positive": lambda t, g: _uniform(t, g, 0.5, 1.5),
+    "x8": lambda t, g: _normal(t, g) * 8,
+    "large": lambda t, g: (_normal(t, g) * 1e4).clamp_(-6e4, 6e4),
+    "near_max": lambda t, g: _uniform(t, g, -6e4, 6e4),
+    "tiny": lambda t, g: _normal(t, g) * 1e-3,
+    "zeros": lambda t, g: t.zero_(),
+    "offset": lambda t, g: _normal(t, g) + 100,
+    "mild": lambda t, g: _wide(t, g, 1),
+    "wide": lambda t, g: _wide(t, g, 3).clamp_(-6e4, 6e4),
+    "constant_rows": lambda t, g: t.copy_(_per_row(t, g).expand_as(t)),
+    "repeat_rows": lambda t, g: t.copy_(_normal(torch.empty_like(t[..., :1, :]), g).expand_as(t)),
+    "spike": _spike,
+    "swamp": _swamp,
+    "cancel": _cancel,
+    "repeat": _repeat,
+    "masked": _masked,
+    "ints": lambda t, g: t.random_(-1, 2, generator=g),
+}

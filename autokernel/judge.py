@@ -1,0 +1,256 @@
+"""The judge: five stages of correctness for one kernel, asked of a child process, decided here.
+
+It owns inputs, oracle, comparison and outcome, and never imports the kernel. See docs/trust.md for what that buys.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autokernel.compare import Comparison, compare, same_bits
+from autokernel.inputs import fill, fresh_generator
+from autokernel.source import KernelSource
+from autokernel.spec import STAGES, Case, OpSpec
+from autokernel.worker import Layout, Worker, WorkerFailure
+
+START_SECONDS = 180  # import torch, open the device; a cold disk takes a minute
+OUTCOMES = ("PASS", "FAIL", "TIMEOUT", "CRASH")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Deadlines in seconds. A first call may compile; a timed one may not."""
+
+    load: float = 60.0
+    call: float = 60.0
+
+
+@dataclass
+class Stage:
+    """What one stage found. outcome is one of OUTCOMES, or "not run" after an earlier failure."""
+
+    name: str
+    outcome: str = "not run"
+    passed: int = 0
+    total: int = 0
+    failures: list[str] = field(default_factory=list)
+    detail: str = ""
+
+    @property
+    def line(self) -> str:
+        if self.outcome in ("PASS", "not run"):
+            return f"PASS ({self.passed} cases)" if self.outcome == "PASS" else self.outcome
+        first = self.failures[0] if self.failures else ""
+        return f"{self.outcome} ({self.total - self.passed} of {self.total} cases): {first}"
+
+
+class Bench:
+    """A device, and everything drawn and measured on it. One per run; kernels come and go as Workers."""
+
+    def __init__(self, spec: OpSpec, device: torch.device, run_dir: Path, allow_tf32: bool = False):
+        self.spec, self.device, self.run_dir, self.allow_tf32 = spec, device, run_dir, allow_tf32
+        self.on_gpu = device.type == "cuda"
+        self.generator = fresh_generator(device)
+        self.noise = fresh_generator(device)
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.on_gpu else 0
+        self.flush_bytes = max(3 * l2, 1 << 25) if self.on_gpu else 0
+
+    # ---- cases -------------------------------------------------------------------------------------------------
+
+    def layout(self, case: Case) -> Layout:
+        return Layout.of(self.spec.tensors(case), self.spec.output(case))
+
+    def fits(self, case: Case) -> bool:
+        """Whether a case and its float64 reference fit in the memory that is free, with room to spare."""
+        if not self.on_gpu:
+            return True
+        elements = sum(t.span for t in self.spec.tensors(case).values()) + self.spec.output(case).span
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return 8 * elements * 6 < 0.8 * free
+
+    def draw(self, case: Case, layout: Layout) -> torch.Tensor:
+        """The judge's private copy of an input region: fresh content, noise between the tensors."""
+        private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
+        private.random_(0, 256, generator=self.noise)
+        fill(self.spec, case, layout.views(private), self.generator)
+        return private
+
+    def expected(self, case: Case, layout: Layout, private: torch.Tensor) -> torch.Tensor:
+        """The oracle, in float64."""
+        doubled = {n: t.double() if t.is_floating_point() else t for n, t in layout.views(private).items()}
+        return self.spec.reference(**doubled, **case.scalars)
+
+    def baseline(self, case: Case, layout: Layout, private: torch.Tensor) -> torch.Tensor:
+        return self.spec.baseline(**layout.views(private), **case.scalars)
+
+    def verdict(self, case: Case, out: torch.Tensor, ref: torch.Tensor, torch_out: torch.Tensor | None) -> Comparison:
+        if torch_out is not None and torch_out.dtype != out.dtype:
+            torch_out = torch_out.to(out.dtype)
+        return compare(
+            out, ref, torch_out, depth=self.spec.depth(case.size), factor=self.spec.tolerance, exact=case.exact,
+            allow_tf32=self.allow_tf32,
+        )  # fmt: skip
+
+    def random_wait(self) -> float:
+        """Seconds of wait kernel before an untimed call: of the same kind as before timed ones."""
+        return random.SystemRandom().uniform(3e-5, 1e-4)
+
+    # ---- workers -----------------------------------------------------------------------------------------------
+
+    def worker(self, name: str, cache_key: str, cases: list[Case]) -> Worker:
+        size = max(self.layout(case).total for case in cases)
+        return Worker(self.device, self.run_dir, name, cache_key, size)
+
+    def open_kernel(self, source: KernelSource, cases: list[Case], limits: Limits, name: str = "candidate") -> Worker:
+        """Start a child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
+        worker = self.worker(name, source.sha256[:32], cases)
+        (worker.folder / "kernel.py").write_bytes(source.data)
+        return worker
+
+    def load_kernel(self, worker: Worker, limits: Limits) -> dict[str, Any]:
+        worker.share(self.flush_bytes, START_SECONDS)
+        return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+
+
+# ---- one call -------------------------------------------------------------------------------------------------------
+
+
+def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
+    """What is wrong with the object a kernel returned, before its values are looked at; "" if nothing."""
+    out, want = reply["out"], layout.output
+    if out["type"] != "torch.Tensor":
+        return f"kernel_fn returned {out['type']}, expected exactly torch.Tensor"
+    dtype = str(want.dtype).removeprefix("torch.")
+    if out["dtype"] != dtype:
+        return f"output dtype {out['dtype']}, expected {dtype}"
+    if tuple(out["shape"]) != want.shape:
+        return f"output shape {tuple(out['shape'])}, expected {want.shape}"
+    if out["layout"] != "torch.strided" or out["attributes"]:
+        return f"output is not a plain tensor (layout {out['layout']}, attributes {out['attributes']})"
+    if out["aliases_input"]:
+        return "output shares memory with an input"
+    if out["aliases_previous"]:
+        return "output shares memory with the previous call's output, which is still in use: allocate a new one"
+    if reply["late"]:
+        return "output changed after the call had returned: work was left running"
+    return ""
+
+
+def call_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
+    """Run one case with fresh content; "" if right, else why not."""
+    layout = bench.layout(case)
+    private = bench.draw(case, layout)
+    worker.stage(layout, private)
+    reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+    replies.append(reply)
+    fault = reply_fault(reply, layout)
+    if not fault and not worker.inputs_untouched(layout, private):
+        fault = "an input, or memory beside it, was overwritten"
+    if fault:
+        return fault
+    ref = bench.expected(case, layout, private)
+    result = bench.verdict(case, worker.output(layout), ref, bench.baseline(case, layout, private))
+    return result.reason
+
+
+def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
+    """The same inputs three times, another call between: bit for bit the same, whatever memory held before."""
+    layout = bench.layout(case)
+    private, first = bench.draw(case, layout), None
+    for content in (private, bench.draw(case, layout), private, private):
+        worker.stage(layout, content)
+        reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+        replies.append(reply)
+        if fault := reply_fault(reply, layout):
+            return fault
+        if content is private:
+            out = worker.output(layout).clone()
+            if first is not None and not same_bits(first, out):
+                differing = int((first != out).sum())
+                return f"{differing} of {out.numel()} elements differ between two runs on the same inputs"
+            first = out
+    return ""
+
+
+# ---- the five stages ------------------------------------------------------------------------------------------------
+
+
+def near_duplicate_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
+    """Two calls whose inputs differ in one random element: the second answer must follow it."""
+    layout = bench.layout(case)
+    private = bench.draw(case, layout)
+    for _ in range(2):
+        worker.stage(layout, private)
+        reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+        replies.append(reply)
+        if fault := reply_fault(reply, layout):
+            return fault
+        ref = bench.expected(case, layout, private)
+        result = bench.verdict(case, worker.output(layout), ref, bench.baseline(case, layout, private))
+        if not result.ok:
+            return f"after one element changed: {result.reason}"
+        target = next(iter(layout.views(private).values()))
+        at = tuple(random.SystemRandom().randrange(n) for n in target.shape)
+        target[at] = 8.0 + abs(target[at])
+    return ""
+
+
+def run_stages(
+    bench: Bench,
+    worker: Worker,
+    cases: list[Case],
+    limits: Limits,
+    declared_nondeterministic: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Stage], list[dict]]:
+    """Ask the worker every case, stage by stage, and stop after the first stage that fails.
+
+    Returns the five stages and the raw replies. Every case gets an answer or a failure: nothing is skipped.
+    """
+    stages = [Stage(name, total=sum(case.stage == name for case in cases)) for name in STAGES]
+    replies: list[dict] = []
+    for stage in stages:
+        stage.outcome = "PASS"
+        for case in (c for c in cases if c.stage == stage.name):
+            progress(f"{stage.name}: {case.label}")
+            try:
+                fault = _fault_of(bench, worker, case, limits, replies, declared_nondeterministic)
+                outcome = "FAIL"
+            except WorkerFailure as failure:
+                fault, outcome, stage.detail = str(failure), failure.outcome, failure.detail
+            if fault:
+                stage.outcome = outcome
+                stage.failures.append(f"{case.label}: {fault}")
+                if outcome != "FAIL":
+                    break
+            else:
+                stage.passed += 1
+        if stage.outcome != "PASS":
+            break
+    return stages, replies
+
+
+def _fault_of(bench, worker, case, limits, replies, declared_nondeterministic) -> str:
+    if case.stage == "determinism":
+        if not declared_nondeterministic and (fault := determinism_fault(bench, worker, case, limits, replies)):
+            return fault
+        return near_duplicate_fault(bench, worker, case, limits, replies)
+    return call_fault(bench, worker, case, limits, replies)
+
+
+def correctness_cases(bench: Bench, source: KernelSource, primary: list[Case], dtype: str) -> tuple[list[Case], list[str]]:
+    """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU."""
+    accepts = set(source.parameters) & set(bench.spec.optional_names())
+    cases = bench.spec.cases(bench.on_gpu, accepts, random.SystemRandom(), dtype)
+    if primary:
+        smoke = [replace(primary[0], stage="smoke_test")]
+        cases = smoke + [c for c in cases if c.stage != "smoke_test"]
+        cases[1:1] = [replace(case, stage="shape_sweep") for case in primary]
+    kept = [case for case in cases if bench.fits(case)]
+    return kept, [case.label for case in cases if case not in kept]

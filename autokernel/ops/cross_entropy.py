@@ -1,0 +1,64 @@
+"""Mean cross-entropy of logits against class indices; -100 is ignored, as in PyTorch."""
+
+import torch.nn.functional as F
+
+import reference
+from autokernel.spec import OpSpec, arg
+
+
+def _sizes(rows, vocab):
+    return {"rows": rows, "vocab": vocab}
+
+
+SPEC = OpSpec(
+    name="cross_entropy",
+    args={
+        "logits": arg("rows", "vocab", layouts=("padded", "odd")),
+        "targets": arg("rows", dtype="int64", draw="index", below="vocab"),
+    },
+    reference=reference.cross_entropy,
+    baseline=lambda logits, targets: F.cross_entropy(logits, targets),
+    baseline_name="F.cross_entropy",
+    shapes={
+        "small": _sizes(256, 1000),
+        "medium": _sizes(4096, 32000),
+        "large": _sizes(2048, 151936),
+        "vocab_50257": _sizes(4096, 50257),
+        "few_rows": _sizes(8, 151936),
+        "classes": _sizes(65536, 10),
+    },
+    edges={
+        "one": _sizes(1, 1),
+        "narrow": _sizes(1023, 3),
+        "off_grid": _sizes(7, 1023),
+        "4097": _sizes(5, 4097),
+        "50257": _sizes(3, 50257),
+        "151936": _sizes(2, 151936),
+    },
+    cpu_shapes={
+        "small": _sizes(8, 128),
+        "medium": _sizes(16, 1000),
+        "large": _sizes(16, 2048),
+        "vocab_50257": _sizes(2, 50257),
+    },
+    cpu_edges={
+        "one": _sizes(1, 1),
+        "narrow": _sizes(33, 3),
+        "off_grid": _sizes(5, 1023),
+        "151936": _sizes(1, 151936),
+    },
+    flops=lambda s, _: 4 * s["rows"] * s["vocab"],  # maximum, subtract, exp, sum
+    out=(),
+    out_dtype="float32",
+    hidden=lambda rng, on_gpu: _sizes(rng.randint(1, 300 if on_gpu else 9), rng.randint(2, 9000 if on_gpu else 700)),
+    depth=lambda s: s["vocab"],
+    stability={
+        "large": {"logits": "large"},
+        "near_max": {"logits": "near_max"},
+        "offset": {"logits": "offset"},
+        "constant": {"logits": "constant_rows"},
+        "spike": {"logits": "spike"},
+        "flat": {"logits": "tiny"},
+        "ignored": {"logits": "normal", "targets": "some_ignored"},
+    },
+)

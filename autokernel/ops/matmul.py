@@ -1,0 +1,90 @@
+"""Matrix product with an optional bias: every linear layer of a model."""
+
+import torch
+
+import reference
+from autokernel.spec import OpSpec, arg
+
+
+def _torch(A, B, bias=None):
+    return torch.matmul(A, B) if bias is None else torch.addmm(bias, A.flatten(0, -2), B).view(*A.shape[:-1], -1)
+
+
+def _mnk(m, n, k):
+    return {"rows": (m,), "N": n, "K": k}
+
+
+def _hidden(rng, on_gpu):
+    top = 1500 if on_gpu else 90
+    return _mnk(rng.randint(1, top), rng.randint(1, top), rng.randint(1, top))
+
+
+SPEC = OpSpec(
+    name="matmul",
+    args={
+        "A": arg("*rows", "K", layouts=("padded", "transposed", "odd")),
+        "B": arg("K", "N", layouts=("transposed", "padded", "odd")),
+        "bias": arg("N", optional=True),
+    },
+    reference=reference.matmul,
+    baseline=_torch,
+    baseline_name="torch.matmul / addmm (cuBLAS)",
+    shapes={
+        "small": _mnk(512, 512, 512),
+        "medium": _mnk(2048, 2048, 2048),
+        "large": _mnk(4096, 4096, 4096),
+        "xlarge": _mnk(8192, 8192, 8192),
+        "tall": _mnk(16384, 256, 1024),
+        "wide": _mnk(128, 16384, 1024),
+        "deep_k": _mnk(256, 256, 16384),
+        "decode": _mnk(1, 4096, 4096),
+        "gpt2_qkv": _mnk(1024, 2304, 768),
+        "gpt2_lm_head": _mnk(1024, 50257, 768),
+        "bert_ffn": _mnk(4096, 3072, 768),
+        "llama7b_qkv": _mnk(2048, 4096, 4096),
+        "llama7b_mlp": _mnk(2048, 11008, 4096),
+        "llama13b_mlp": _mnk(2048, 13824, 5120),
+    },
+    edges={
+        "one": _mnk(1, 1, 1),
+        "thin": _mnk(1023, 7, 130),
+        "prime": _mnk(127, 257, 509),
+        "off_grid": _mnk(129, 1025, 65),
+        "odd_vocabulary": _mnk(5, 50257, 64),
+        "batched": {"rows": (3, 5, 17), "N": 96, "K": 80},
+    },
+    cpu_shapes={
+        "small": _mnk(64, 64, 64),
+        "medium": _mnk(128, 96, 160),
+        "large": _mnk(192, 128, 256),
+        "tall": _mnk(300, 16, 32),
+        "deep_k": _mnk(16, 16, 1024),
+        "decode": _mnk(1, 128, 128),
+    },
+    cpu_edges={
+        "one": _mnk(1, 1, 1),
+        "prime": _mnk(61, 67, 71),
+        "off_grid": _mnk(33, 129, 65),
+        "batched": {"rows": (2, 3, 5), "N": 24, "K": 40},
+    },
+    flops=lambda s, _: 2 * _rows(s) * s["N"] * s["K"],
+    out=("*rows", "N"),
+    hidden=_hidden,
+    depth=lambda s: s["K"],
+    stability={
+        "uniform": "positive",
+        "large": {"A": "large", "B": "tiny"},
+        "mixed_scale": {"A": "wide", "B": "normal"},
+        "cancel": {"A": "cancel", "B": "repeat"},
+        "spike": {"A": "spike", "B": "normal"},
+        "tiny": {"A": "tiny", "B": "normal"},
+    },
+    exact="ints",
+)
+
+
+def _rows(size):
+    total = 1
+    for n in size["rows"]:
+        total *= n
+    return total

@@ -1,0 +1,73 @@
+"""Sum along one dimension."""
+
+import math
+
+import torch
+
+import reference
+from autokernel.spec import OpSpec, arg
+
+
+def _out(size, scalars):
+    shape = list(size["shape"])
+    del shape[scalars["dim"]]
+    return tuple(shape)
+
+
+def _hidden(rng, on_gpu):
+    return {"shape": (rng.randint(1, 600), rng.randint(2, 9000)) if on_gpu else (rng.randint(1, 9), rng.randint(2, 700))}
+
+
+SPEC = OpSpec(
+    name="reduce",
+    args={"x": arg("*shape", layouts=("transposed", "padded", "odd"))},
+    scalars={"dim": -1},
+    variants=({"dim": 0}, {"dim": 1}, {"dim": -2}),
+    reference=reference.reduce,
+    baseline=lambda x, dim=-1: torch.sum(x, dim),
+    baseline_name="torch.sum",
+    shapes={
+        "small": {"shape": (256, 512)},
+        "medium": {"shape": (4096, 4096)},
+        "large": {"shape": (8192, 8192)},
+        "tall": {"shape": (262144, 64)},
+        "wide": {"shape": (4, 4194304)},
+        "vocab_50257": {"shape": (1024, 50257)},
+        "tokens": {"shape": (8, 512, 768)},
+    },
+    edges={
+        "one": {"shape": (1, 1)},
+        "narrow": {"shape": (1023, 3)},
+        "off_grid": {"shape": (7, 1023)},
+        "4097": {"shape": (5, 4097)},
+        "vocab_151936": {"shape": (2, 151936)},
+        "vector": {"shape": (129,)},
+        "four_axes": {"shape": (2, 3, 5, 77)},
+    },
+    cpu_shapes={
+        "small": {"shape": (16, 128)},
+        "medium": {"shape": (16, 1000)},
+        "large": {"shape": (32, 2048)},
+        "vocab_50257": {"shape": (2, 50257)},
+    },
+    cpu_edges={
+        "one": {"shape": (1, 1)},
+        "narrow": {"shape": (33, 3)},
+        "off_grid": {"shape": (5, 1023)},
+        "vector": {"shape": (129,)},
+        "four_axes": {"shape": (2, 3, 4, 37)},
+    },
+    flops=lambda s, _: math.prod(s["shape"]),
+    out=_out,
+    hidden=_hidden,
+    depth=lambda s: max(s["shape"]),
+    stability={
+        "positive": "positive",
+        "large": "mild",
+        "mixed_scale": "wide",
+        "cancel": "cancel",
+        "spike": "spike",
+        "swamp": "swamp",
+    },
+    exact="ints",
+)

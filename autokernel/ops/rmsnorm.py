@@ -1,0 +1,40 @@
+"""Root-mean-square normalisation over the last axis, with weight: LLaMA, Qwen, Mistral."""
+
+import torch.nn.functional as F
+
+import reference
+from autokernel.ops import NORM_CONTENTS, elements, norm_edges, norm_hidden
+from autokernel.spec import OpSpec, arg
+
+SPEC = OpSpec(
+    name="rmsnorm",
+    args={"x": arg("*rows", "dim", layouts=("padded", "odd", "transposed")), "weight": arg("dim", draw="gain")},
+    scalars={"eps": 1e-6},
+    variants=({"eps": 1e-5}, {"eps": 0.1}),
+    reference=reference.rmsnorm,
+    baseline=lambda x, weight, eps=1e-6: F.rms_norm(x, weight.shape, weight, eps),
+    baseline_name="F.rms_norm",
+    shapes={
+        "small": {"rows": (256,), "dim": 512},
+        "medium": {"rows": (4096,), "dim": 4096},
+        "large": {"rows": (16384,), "dim": 8192},
+        "llama7b": {"rows": (1, 2048), "dim": 4096},
+        "llama13b": {"rows": (1, 2048), "dim": 5120},
+        "qk_heads": {"rows": (1, 2048, 32), "dim": 128},
+        "wide": {"rows": (64,), "dim": 65536},
+        "decode": {"rows": (1, 1), "dim": 4096},
+    },
+    edges=norm_edges(on_gpu=True),
+    cpu_shapes={
+        "small": {"rows": (8,), "dim": 128},
+        "medium": {"rows": (16,), "dim": 1024},
+        "large": {"rows": (16,), "dim": 2048},
+        "qk_heads": {"rows": (1, 8, 4), "dim": 64},
+    },
+    cpu_edges=norm_edges(on_gpu=False),
+    flops=lambda s, _: 4 * elements(s),  # square, sum, scale, weight
+    out=("*rows", "dim"),
+    hidden=norm_hidden,
+    depth=lambda s: s["dim"],
+    stability=NORM_CONTENTS,
+)

@@ -1,0 +1,70 @@
+"""Softmax along any dimension: attention weights, routers, and the probabilities of a whole vocabulary."""
+
+import math
+
+import torch
+
+import reference
+from autokernel.spec import OpSpec, arg
+
+
+def _hidden(rng, on_gpu):
+    return {"shape": (rng.randint(1, 600), rng.randint(2, 9000)) if on_gpu else (rng.randint(1, 9), rng.randint(2, 700))}
+
+
+SPEC = OpSpec(
+    name="softmax",
+    args={"x": arg("*shape", layouts=("transposed", "padded", "odd"))},
+    scalars={"dim": -1},
+    variants=({"dim": 0}, {"dim": 1}, {"dim": -2}),
+    reference=reference.softmax,
+    baseline=lambda x, dim=-1: torch.softmax(x, dim),
+    baseline_name="torch.softmax",
+    shapes={
+        "small": {"shape": (256, 512)},
+        "medium": {"shape": (4096, 1024)},
+        "large": {"shape": (4096, 4096)},
+        "vocab_32000": {"shape": (4096, 32000)},
+        "vocab_50257": {"shape": (4096, 50257)},
+        "vocab_151936": {"shape": (2048, 151936)},
+        "gpt2_scores": {"shape": (1, 12, 1024, 1024)},
+        "few_rows": {"shape": (4, 131072)},
+    },
+    edges={
+        "one": {"shape": (1, 1)},
+        "narrow": {"shape": (1023, 3)},
+        "off_grid": {"shape": (7, 1023)},
+        "4097": {"shape": (5, 4097)},
+        "vocab_50257": {"shape": (3, 50257)},
+        "vocab_151936": {"shape": (2, 151936)},
+        "vector": {"shape": (129,)},
+        "four_axes": {"shape": (2, 3, 5, 77)},
+    },
+    cpu_shapes={
+        "small": {"shape": (8, 128)},
+        "medium": {"shape": (16, 1000)},
+        "large": {"shape": (16, 2048)},
+        "vocab_50257": {"shape": (2, 50257)},
+    },
+    cpu_edges={
+        "one": {"shape": (1, 1)},
+        "narrow": {"shape": (33, 3)},
+        "off_grid": {"shape": (5, 1023)},
+        "vocab_151936": {"shape": (1, 151936)},
+        "vector": {"shape": (129,)},
+        "four_axes": {"shape": (2, 3, 4, 37)},
+    },
+    flops=lambda s, _: 5 * math.prod(s["shape"]),  # maximum, subtract, exp, sum, divide: one each
+    out=("*shape",),
+    hidden=_hidden,
+    depth=lambda s: max(s["shape"]),
+    stability={
+        "large": "large",
+        "near_max": "near_max",
+        "offset": "offset",
+        "constant": "constant_rows",
+        "masked": "masked",
+        "spike": "spike",
+        "flat": "tiny",
+    },
+)

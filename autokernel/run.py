@@ -1,0 +1,245 @@
+"""One run of the judge, from a kernel file to a record: stages, timing, roofline. `bench.py` prints what this returns."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from autokernel import gpu, ops
+from autokernel.judge import Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.paths import cache_dir
+from autokernel.records import RunRecord, now
+from autokernel.source import KernelError, KernelSource, read_kernel
+from autokernel.spec import STAGES, Case, OpSpec
+from autokernel.targets import Target, active_target
+from autokernel.timing import Timing, time_case
+from autokernel.worker import WorkerFailure, run_folder
+
+# the key block, in order; every run prints every key, `n/a` where there is no number
+KEYS = (
+    "kernel_type", "backend", "device", "gpu_name", "target", "source_sha256",
+    *STAGES, "correctness", "reason",
+    "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
+    "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
+    "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
+    "noise_pct", "launch_us", "compile_seconds", "vendor_library", "quick", "bench_time_seconds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run may be asked for; the fields are bench.py's options."""
+
+    kernel: Path
+    sizes: str = ""
+    quick: bool = False
+    compile_baseline: bool = False
+    allow_tf32: bool = False
+    best: Path | None = None
+    dtype: str = ""
+    device: str = ""
+    timeout: float = 60.0
+
+
+class UsageError(ValueError):
+    """An option that cannot be honoured; one line with what is allowed."""
+
+
+def run(options: Options, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
+    """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
+
+    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU.
+    """
+    started, clock = now(), time.perf_counter()
+    target = active_target()
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    values: dict[str, Any] = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run")
+    values |= {"started": started, "quick": options.quick, "target": target.name if target else None, "sizes": []}
+    values |= _device_values(device)
+    data = b""
+    try:
+        source = read_kernel(options.kernel, target.spec.name if target else None)
+        data = source.data
+        values |= {"kernel_type": source.kernel_type, "backend": source.backend}
+        best = read_kernel(options.best, source.kernel_type) if options.best else None
+        session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
+        with gpu_lock(device), run_folder() as folder:
+            values |= session.run(folder)
+    except KernelError as error:
+        with contextlib.suppress(OSError):
+            data = options.kernel.read_bytes()
+        values |= {"correctness": "FAIL", "reason": str(error)}
+    values["bench_time_seconds"] = time.perf_counter() - clock
+    record = RunRecord.new(data, values["correctness"])
+    return RunRecord({**values, **record.values, "started": started})
+
+
+class _Session:
+    """The steps of one run, with what they share."""
+
+    def __init__(self, spec: OpSpec, source, best, device, options: Options, target: Target | None, progress):
+        self.spec, self.source, self.best, self.options = spec, source, best, options
+        self.device, self.progress, self.target = device, progress, target
+        self.limits = Limits(call=options.timeout, load=options.timeout)
+        self.omit = tuple(n for n in spec.optional_names() if n in spec.args and n not in source.parameters)
+        self.dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        bench = Bench(self.spec, self.device, folder, self.options.allow_tf32)
+        primary = self.target.cases() if self.target else []
+        cases, left_out = correctness_cases(bench, self.source, primary, self.dtype)
+        if self.options.quick:
+            cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
+        timed = self._timed_cases(bench, primary)
+        if not timed:
+            raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
+        every = cases + timed
+        # started together: importing PyTorch takes seconds
+        workers = {"candidate": bench.open_kernel(self.source, every, self.limits)}
+        try:
+            workers["baseline"] = bench.worker("baseline", "baseline", timed)
+            if self.best:
+                workers["best"] = bench.open_kernel(self.best, timed, self.limits, "best")
+            values = {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
+        finally:
+            for worker in workers.values():
+                worker.close()
+        return values
+
+    def _judged(self, bench: Bench, workers, cases: list[Case], timed: list[Case]) -> dict[str, Any]:
+        stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in STAGES]
+        values: dict[str, Any] = {}
+        try:
+            self.progress("starting")
+            loaded = bench.load_kernel(workers["candidate"], self.limits)
+            stages, replies = run_stages(
+                bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress
+            )
+            values["compile_seconds"] = loaded["seconds"] + (replies[0]["host_s"] if replies else 0.0)
+        except WorkerFailure as failure:
+            stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
+            stages[0].failures.append(f"loading kernel.py: {failure}")
+        values |= stage_values(stages, self.options.quick)
+        if values["correctness"] != "PASS":
+            return values
+        try:
+            self._start_others(bench, workers)
+            device = gpu.detect() if bench.on_gpu else None
+            calibration = gpu.load_calibration(device) if device else None
+            timings = []
+            for case in timed:
+                timing = time_case(
+                    bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
+                )
+                if timing.invalid:
+                    return values | {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
+                timings.append(timing)
+        except WorkerFailure as failure:
+            detail = {"traceback": failure.detail}
+            return values | {"correctness": failure.outcome, "reason": f"while timing: {failure}", **detail}
+        rows = [size_values(bench, t, device, calibration) for t in timings]
+        primary = next((r for r in rows if r["size"] == self.spec.primary), rows[0])
+        return values | rows[0 if self.target else rows.index(primary)] | {"sizes": rows}
+
+    def _start_others(self, bench: Bench, workers) -> None:
+        workers["baseline"].share(bench.flush_bytes, 180)
+        workers["baseline"].ask("load", 180, op=self.spec.name)
+        if "best" in workers:
+            bench.load_kernel(workers["best"], self.limits)
+
+    def _timed_cases(self, bench: Bench, targets: list[Case]) -> list[Case]:
+        """The target's own shapes, then the sizes asked for by name."""
+        shapes = self.spec.shapes if bench.on_gpu else self.spec.cpu_shapes
+        asked = self.options.sizes
+        if asked and asked != "all" and asked not in shapes:
+            known = ", ".join(["all", *shapes])
+            raise UsageError(f"unknown --sizes {asked!r} for {self.spec.name}; known: {known}")
+        names = list(shapes) if asked == "all" else [asked] if asked else [] if targets else list(self.spec.timed)
+        named = [Case(n, "timing", shapes[n], self.dtype, omit=self.omit) for n in names]
+        return [case for case in targets + named if bench.fits(case)]
+
+
+# ---- from stages and timings to keys --------------------------------------------------------------------------------
+
+
+def stage_values(stages: list[Stage], quick: bool) -> dict[str, Any]:
+    """The stage keys, `correctness`, and the reason of the first failure."""
+    broken = next((s for s in stages if s.outcome not in ("PASS", "not run")), None)
+    values: dict[str, Any] = {s.name: s.line if s.total else "not run (--quick)" for s in stages}
+    values |= {"correctness": broken.outcome if broken else "PASS", "failures": [f for s in stages for f in s.failures]}
+    if broken:
+        values |= {"reason": broken.failures[0], "traceback": broken.detail}
+    return values
+
+
+def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibration) -> dict[str, Any]:
+    """The numbers of one size."""
+    case, seconds = timing.case, timing.seconds
+    spec = device.spec if device else None
+    roof = gpu.roofline(timing.flops, timing.bytes, seconds, case.dtype, spec, calibration, bench.allow_tf32)
+    pytorch, best = timing.vs_pytorch, timing.vs_best
+    input_bytes = bench.layout(case).input_bytes
+    values = {
+        "size": case.name,
+        "axes": {k: list(v) if isinstance(v, tuple) else v for k, v in case.size.items()},
+        "dtype": case.dtype,
+        "latency_us": seconds * 1e6,
+        "throughput_tflops": roof.throughput_tflops,
+        "bandwidth_gb_s": roof.bandwidth_gb_s,
+        "arithmetic_intensity": roof.arithmetic_intensity,
+        "ridge_point": roof.ridge_point,
+        "bottleneck": roof.bottleneck,
+        "flops": timing.flops,
+        "bytes": timing.bytes,
+        "peak_vram_mb": (timing.candidate.peak_bytes + input_bytes) / 2**20 if bench.on_gpu else None,
+        "pytorch_latency_us": timing.baseline_seconds * 1e6,
+        "speedup_vs_pytorch": pytorch.value,
+        "speedup_vs_pytorch_spread": pytorch.spread,
+        "noise_pct": 100 * timing.noise,
+        "launch_us": timing.launch_seconds * 1e6,
+        "repetitions": len(timing.candidate.device),
+        "device_us": [round(s * 1e6, 3) for s in timing.candidate.device],
+    }
+    for name in ("pct_peak_compute", "pct_peak_bandwidth", "pct_measured_compute", "pct_measured_bandwidth"):
+        values[name] = getattr(roof, name)
+    if best:
+        values |= {"speedup_vs_best": best.value, "gain_spread_pct": 100 * best.spread}
+        values["paired_gain_pct"] = 100 * (best.value - 1)
+    return values
+
+
+def _device_values(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        return {"device": "cuda", "gpu_name": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    label = "cpu (Triton's interpreter: timings are not a measurement)"
+    return {"device": label, "gpu_name": None, "torch": torch.__version__}
+
+
+class GpuBusy(RuntimeError):
+    """Another run is being timed on this GPU."""
+
+
+@contextlib.contextmanager
+def gpu_lock(device: torch.device, timeout: float = 600):
+    """One run per GPU at a time: a timing beside another job is worth nothing."""
+    if device.type != "cuda":
+        yield
+        return
+    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index or 0))
+    path = cache_dir() / "locks" / f"gpu-{name}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=timeout):
+            yield
+    except Timeout:
+        raise GpuBusy(f"another run holds this GPU ({path}); waited {timeout:.0f} s") from None
+
+

@@ -1,0 +1,106 @@
+"""What can be said about a kernel file without running it: is it one, for which operator, and what looks odd in it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autokernel import ops
+from autokernel.spec import OpSpec
+
+BACKENDS = ("triton", "cuda")
+
+
+class KernelError(ValueError):
+    """A kernel file that cannot be judged; one line: where, what, what is allowed."""
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """A kernel file, read once as bytes: what is judged is exactly this, whatever happens to the file meanwhile."""
+
+    path: Path
+    data: bytes
+    kernel_type: str
+    backend: str
+    parameters: tuple[str, ...]
+    nondeterministic: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def read_kernel(path: Path, expected_type: str | None = None) -> KernelSource:
+    """Read and check a kernel file statically. Raises KernelError with the line, the fault and the known names."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise KernelError(f"{path}: {error.strerror}; give a kernel file with --kernel FILE") from None
+    try:
+        tree = ast.parse(data, filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise KernelError(f"{path.name}:{line}: syntax error: {getattr(error, 'msg', error)}") from None
+    values = _constants(tree)
+    kind = values.get("KERNEL_TYPE")
+    if kind is None:
+        raise KernelError(f"{path.name}: no KERNEL_TYPE; write e.g. KERNEL_TYPE = \"matmul\"; known: {_known()}")
+    if kind not in ops.names():
+        raise KernelError(f"{path.name}: unknown KERNEL_TYPE {kind!r}; known: {_known()}")
+    if expected_type and kind != expected_type:
+        raise KernelError(f"{path.name}: KERNEL_TYPE is {kind!r}, the active target is a {expected_type!r}")
+    backend = values.get("BACKEND", "triton")
+    if backend not in BACKENDS:
+        raise KernelError(f"{path.name}: unknown BACKEND {backend!r}; known: {', '.join(BACKENDS)}")
+    parameters = _signature(path, tree, ops.get(kind))
+    config = values.get("CONFIG")
+    return KernelSource(
+        path, data, kind, backend, parameters, values.get("DETERMINISTIC") is False,
+        config if isinstance(config, dict) else {},
+    )  # fmt: skip
+
+
+def _known() -> str:
+    return ", ".join(ops.names())
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Module-level names bound to literals."""
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Name) and getattr(node, "value", None) is not None:
+                try:
+                    found[target.id] = ast.literal_eval(node.value)
+                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    continue
+    return found
+
+
+def _signature(path: Path, tree: ast.Module, spec: OpSpec) -> tuple[str, ...]:
+    """Names that kernel_fn takes. It must take every required one, by its own name, and no other required one."""
+    found = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and n.name == "kernel_fn"]
+    wanted = ", ".join(n if d is ... else f"{n}={d!r}" for n, d in spec.parameters.items())
+    if not found:
+        raise KernelError(f"{path.name}: no function kernel_fn; define kernel_fn({wanted})")
+    node = found[-1].args
+    positional = [a.arg for a in (*node.posonlyargs, *node.args)]
+    names = positional + [a.arg for a in node.kwonlyargs]
+    defaulted = set(positional[len(positional) - len(node.defaults) :] if node.defaults else [])
+    defaulted |= {a.arg for a, d in zip(node.kwonlyargs, node.kw_defaults, strict=True) if d is not None}
+    where = f"{path.name}:{found[-1].lineno}: kernel_fn"
+    missing = [n for n in spec.required if n not in names]
+    if missing:
+        raise KernelError(f"{where} lacks the parameter {missing[0]!r}; the contract is kernel_fn({wanted})")
+    strange = [n for n in names if n not in spec.parameters and n not in defaulted]
+    if strange:
+        raise KernelError(f"{where} has an unknown parameter {strange[0]!r}; the contract is kernel_fn({wanted})")
+    if node.posonlyargs or isinstance(found[-1], ast.AsyncFunctionDef):
+        raise KernelError(f"{where} must be a plain function that takes its parameters by name")
+    return tuple(n for n in names if n in spec.parameters)
