@@ -1,6 +1,6 @@
 """Matrix product C = A @ B (+ bias) in Triton: a persistent kernel fed by Hopper's tensor memory accelerator (TMA).
 
-A (..., M, K) and B (K, N) may be strided or transposed views: a Linear's weight comes as `weight.t()` and is not copied.
+A (..., M, K) and B (K, N) may be strided or transposed views: a Linear's weight comes as `weight.t()`, uncopied.
 Compute-bound from a few hundred rows of A on; below that the time is that of reading B once. Where TMA is not possible
 (an older GPU, a row pitch that is not a multiple of 16 bytes, fp32) the same kernel loads through pointers.
 """
@@ -19,10 +19,9 @@ CONFIG = {
     "BLOCK_K": 64,  # 128 bytes of fp16: one swizzled row of a TMA tile
     "GROUP_M": 8,  # row tiles walked together, so that a wave of programs shares its A and B tiles in L2
     "num_warps": 8,
-    "num_stages": 3,
+    "num_stages": 4,
     "PERSISTENT": True,  # one program per SM: the next tile's loads overlap this tile's store
-    "TMA_STORE": True,
-    "WARP_SPECIALIZE": False,
+    "STORE_HALVES": True,  # TMA store in two halves: its shared buffer shrinks to 32 KB, which leaves room for a stage
     "SKINNY_BLOCK_N": 32,  # M <= 64 is bound by reading B: narrow tiles give every SM a share of the columns
     "SKINNY_BLOCK_K": 256,
     "SKINNY_WARPS": 4,
@@ -50,14 +49,24 @@ def _load(src, row, col, rows, cols, stride_row, stride_col, BLOCK_ROW: tl.const
 
 
 @triton.jit
+def _store(c, row, col, M, N, tile, TMA: tl.constexpr):
+    """Write a tile of the contiguous C (M, N) at (row, col)."""
+    if TMA:
+        c.store([row, col], tile.to(c.dtype))
+    else:
+        m = row + tl.arange(0, tile.shape[0])[:, None]
+        n = col + tl.arange(0, tile.shape[1])[None, :]
+        tl.store(c + m.to(tl.int64) * N + n, tile.to(c.dtype.element_ty), mask=(m < M) & (n < N))
+
+
+@triton.jit
 def _matmul(a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, num_programs,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-            TMA: tl.constexpr, TMA_STORE: tl.constexpr, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
-            HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr, WARP_SPECIALIZE: tl.constexpr):
+            TMA: tl.constexpr, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, TMA_STORE: tl.constexpr,
+            STORE_HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, num_programs, flatten=not WARP_SPECIALIZE,
-                         warp_specialize=WARP_SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, num_programs, flatten=True):
         group = tile // (GROUP_M * tiles_n)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
         within = tile % (GROUP_M * tiles_n)
@@ -73,12 +82,12 @@ def _matmul(a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, 
         n = col + tl.arange(0, BLOCK_N)
         if HAS_BIAS:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        if TMA_STORE:
-            c.store([row, col], acc.to(c.dtype))
+        if STORE_HALVES:
+            left, right = acc.reshape((BLOCK_M, 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
+            _store(c, row, col, M, N, left, TMA_STORE)
+            _store(c, row, col + BLOCK_N // 2, M, N, right, TMA_STORE)
         else:
-            m = row + tl.arange(0, BLOCK_M)
-            ptrs = c + m.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(ptrs, acc.to(c.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+            _store(c, row, col, M, N, acc, TMA_STORE)
 
 
 def _descriptor(t, block_row, block_col):
@@ -97,7 +106,7 @@ def _tiling(a, N):
         props = torch.cuda.get_device_properties(a.device)
         sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
     if a.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
-        return 64, 64, 16, 4, 2, sms
+        return (128 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
         m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
         warps, stages = CONFIG["SKINNY_WARPS"], 4
@@ -114,7 +123,7 @@ def _tiling(a, N):
 
 
 def kernel_fn(A, B, bias=None):
-    """C (..., M, N) = A (..., M, K) @ B (K, N) + bias (N,), accumulated in fp32; ValueError if the sizes do not chain."""
+    """C (..., M, N) = A (..., M, K) @ B (K, N) + bias (N,), summed in fp32; ValueError if the sizes do not chain."""
     if B.ndim != 2 or A.shape[-1] != B.shape[0]:
         raise ValueError(f"matmul: A {tuple(A.shape)} @ B {tuple(B.shape)}: pass A (..., M, K) and B (K, N)")
     a = A if A.ndim == 2 else A.reshape(-1, A.shape[-1])
@@ -127,18 +136,21 @@ def kernel_fn(A, B, bias=None):
     tma = tma and (not a.is_cuda or torch.cuda.get_device_capability(a.device)[0] >= 9)
     a_desc, trans_a = _descriptor(a, block_m, block_k) if tma else (None, False)
     b_desc, trans_b = _descriptor(B, block_k, block_n) if a_desc else (None, False)
-    c_desc, trans_c = _descriptor(C.view(M, N), block_m, block_n) if b_desc else (None, False)
-    tma, tma_store = b_desc is not None, c_desc is not None and not trans_c and CONFIG["TMA_STORE"]
+    halves = CONFIG["STORE_HALVES"]
+    c_desc, trans_c = _descriptor(C.view(M, N), block_m, block_n >> halves) if b_desc else (None, False)
+    tma, tma_store = b_desc is not None, c_desc is not None and not trans_c
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
-    programs = min(tiles, sms) if CONFIG["PERSISTENT"] else tiles
+    persistent = CONFIG["PERSISTENT"] and tma and M > 64  # the other cases need several small programs per SM
+    programs = min(tiles, sms) if persistent else tiles
     _matmul[(programs,)](
-        a_desc if tma else a, b_desc if tma else B, c_desc if tma_store else C, bias,
-        M, N, K, a.stride(0), a.stride(1), B.stride(0), B.stride(1), programs,
+        a_desc if tma else a, b_desc if tma else B, c_desc if tma_store else C,
+        bias if bias is None else bias.contiguous(), M, N, K,
+        a.stride(0), a.stride(1), B.stride(0), B.stride(1), programs,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=CONFIG["GROUP_M"],
-        TMA=tma, TMA_STORE=tma_store, TRANS_A=trans_a, TRANS_B=trans_b, HAS_BIAS=bias is not None,
-        EVEN=M % block_m == 0 and N % block_n == 0 and K % block_k == 0,
+        TMA=tma, TRANS_A=trans_a, TRANS_B=trans_b, TMA_STORE=tma_store, STORE_HALVES=halves,
+        HAS_BIAS=bias is not None,
+        EVEN=not tma and M % block_m == 0 and N % block_n == 0 and K % block_k == 0,
         UPCAST=a.dtype == torch.bfloat16 and not a.is_cuda,  # Triton's interpreter multiplies bf16 as integers
-        WARP_SPECIALIZE=tma and CONFIG["WARP_SPECIALIZE"] and block_m >= 128,
         num_warps=warps, num_stages=stages,
     )
     return C
