@@ -1,0 +1,68 @@
+"""What people and agents read: the key block, the table of sizes, the progress line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+
+from autokernel.run import KEYS
+
+# column of the table of sizes -> key of a size's values, width
+COLUMNS = {
+    "size": ("size", 15), "dtype": ("dtype", 6), "us": ("latency_us", 10), "pytorch_us": ("pytorch_latency_us", 11),
+    "vs_pytorch": ("speedup_vs_pytorch", 11), "TFLOP/s": ("throughput_tflops", 9), "GB/s": ("bandwidth_gb_s", 8),
+    "%peak": ("pct_peak", 6), "%measured": ("pct_measured", 9), "noise%": ("noise_pct", 7),
+}  # fmt: skip
+
+
+def shown(value: Any) -> str:
+    """A value as a reader wants it: three to four significant digits, `n/a` for what is not known."""
+    if value is None:
+        return "n/a"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if value == 0 or 0.01 <= abs(value) < 1000:
+            return f"{value:.4g}" if abs(value) < 100 else f"{value:.1f}"
+        return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3e}"
+    return str(value)
+
+
+def block(values: dict[str, Any]) -> str:
+    """The aligned key block, then one row per size."""
+    width = max(map(len, KEYS)) + 1
+    lines = []
+    for key in KEYS:
+        text = shown(values.get(key))
+        if key == "speedup_vs_best" and values.get(key) is not None:
+            text += f" +-{values['gain_spread_pct'] / 100:.4f}"
+        lines.append(f"{key + ':':<{width}} {text}")
+    return "\n".join(lines + table(values.get("sizes") or []))
+
+
+def table(sizes: list[dict[str, Any]]) -> list[str]:
+    if not sizes:
+        return []
+    rows = [["size", *list(COLUMNS)[1:]]]
+    for size in sizes:
+        bound = "compute" if size.get("bottleneck") == "compute" else "bandwidth"
+        extra = {"pct_peak": size.get(f"pct_peak_{bound}"), "pct_measured": size.get(f"pct_measured_{bound}")}
+        rows.append([shown({**size, **extra}.get(key)) for key, _ in COLUMNS.values()])
+    widths = [width for _, width in COLUMNS.values()]
+    return ["", *("  ".join(f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+                  for r in rows)]  # fmt: skip
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is being done; silent unless stderr is a terminal."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)

@@ -1,0 +1,61 @@
+"""Judge kernel.py: is it right, and how fast is it? (frozen: an agent must not edit this file)
+
+Prints one aligned `key: value` block, the same keys on success and failure, then one row per size; the same as JSON goes
+to workspace/last_run.json. `correctness` is PASS, FAIL, TIMEOUT or CRASH; numbers exist only with PASS. Exit status 0
+only on PASS, 1 on any other verdict, 2 when nothing could be judged (bad option, busy GPU).
+
+    uv run bench.py                                   # kernel.py at the operator's main sizes
+    uv run bench.py --kernel kernels/softmax.py --sizes all
+    uv run bench.py --quick                           # smoke test and timing only: never keepable
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from autokernel import report
+from autokernel.paths import repo_root
+from autokernel.run import GpuBusy, Options, UsageError, run
+from autokernel.targets import TargetError
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
+    p.add_argument("--sizes", default="", metavar="NAME", help="small, medium, large, all, or one of the spec's sizes")
+    p.add_argument("--dtype", default="", choices=["", "fp16", "bf16", "fp32"], help="dtype of the timed sizes")
+    p.add_argument("--best", type=Path, help="the best kernel so far, timed in pairs with this one")
+    p.add_argument("--quick", action="store_true", help="smoke test, determinism and timing only; never keepable")
+    p.add_argument("--compile-baseline", action="store_true", help="compare with torch.compile max-autotune (cached)")
+    p.add_argument("--allow-tf32", action="store_true", help="let float32 products use TF32, for both sides")
+    p.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds for one call, compiling included")
+    p.add_argument("--json", action="store_true", help="print the record as JSON instead of the block")
+    p.add_argument("--traceback", action="store_true", help="show the kernel's traceback after a crash")
+    return p
+
+
+def main() -> int:
+    args = parser().parse_args()
+    options = Options(args.kernel, args.sizes, args.quick, args.compile_baseline, args.allow_tf32, args.best, args.dtype,
+                      timeout=args.timeout)  # fmt: skip
+    try:
+        with report.progress() as progress:
+            record = run(options, progress)
+    except (UsageError, GpuBusy, TargetError) as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    record.write()
+    print(json.dumps(record.values, indent=1) if args.json else report.block(record.values))
+    if args.traceback and record.values.get("traceback"):
+        print(record.values["traceback"], file=sys.stderr)
+    return 0 if record.values["correctness"] == "PASS" else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # shared CUDA memory has nothing left to tear down in order
