@@ -140,7 +140,7 @@ def time_case(
         out = workers["candidate"].output(layout)
         torch_out = workers["baseline"].output(layout)
         if index in oracle:
-            result = bench.verdict(case, out, bench.expected(case, layout, private), torch_out)
+            result = bench.judged(case, layout, private, out)
         else:
             result = _against_torch(bench, case, out, torch_out)
         if not result.ok:

@@ -1,5 +1,6 @@
 """Scaled dot-product attention per head: causal or full, grouped key/value heads, any key length."""
 
+import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -8,9 +9,13 @@ from autokernel.spec import OpSpec, arg
 
 
 def _torch(Q, K, V, causal=True, sm_scale=None):
-    """SDPA. Its own is_causal counts from the top left, so unequal lengths use the lower-right bias."""
+    """SDPA. Its own is_causal counts from the top left, so unequal lengths use the lower-right bias or a mask."""
     q_len, kv_len = Q.shape[-2], K.shape[-2]
-    mask = causal_lower_right(q_len, kv_len) if causal and q_len != kv_len and q_len > 1 else None
+    mask = None
+    if causal and 1 < q_len < kv_len:
+        mask = causal_lower_right(q_len, kv_len)
+    elif causal and q_len > kv_len:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=Q.device).tril(kv_len - q_len)
     grouped = Q.shape[1] != K.shape[1]
     is_causal = causal and q_len == kv_len
     out = F.scaled_dot_product_attention(

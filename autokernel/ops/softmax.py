@@ -65,6 +65,7 @@ SPEC = OpSpec(
         "constant": "constant_rows",
         "masked": "masked",
         "spike": "spike",
+        "swamp": "swamp_exp",
         "flat": "tiny",
     },
 )
