@@ -124,8 +124,9 @@ def _tiling(a, N):
 
 def kernel_fn(A, B, bias=None):
     """C (..., M, N) = A (..., M, K) @ B (K, N) + bias (N,), summed in fp32; ValueError if the sizes do not chain."""
-    if B.ndim != 2 or A.shape[-1] != B.shape[0]:
-        raise ValueError(f"matmul: A {tuple(A.shape)} @ B {tuple(B.shape)}: pass A (..., M, K) and B (K, N)")
+    if B.ndim != 2 or A.shape[-1] != B.shape[0] or A.dtype != B.dtype:
+        got = f"A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)} {B.dtype}"
+        raise ValueError(f"matmul: {got}: pass A (..., M, K) and B (K, N) of one dtype")
     a = A if A.ndim == 2 else A.reshape(-1, A.shape[-1])
     (M, K), N = a.shape, B.shape[1]
     C = torch.empty((*A.shape[:-1], N), device=A.device, dtype=A.dtype)
