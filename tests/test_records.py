@@ -200,6 +200,15 @@ def test_held_lock_names_its_holder(ledger):
     assert ledger.append(Row()).experiment == 1
 
 
+def test_lock_may_be_held_around_an_append(ledger):
+    ledger.timeout = 1
+    with ledger.lock():
+        assert ledger.append(Row()).experiment == 1
+        with pytest.raises(RecordError, match=f"in use by process {os.getpid()}"):
+            Ledger(ledger.path, ledger.workspace, timeout=0.1).append(Row())
+    assert Ledger(ledger.path, ledger.workspace, timeout=1).append(Row()).experiment == 2
+
+
 def test_full_disk_in_the_middle_of_a_row_leaves_no_half_row(ledger):
     ledger.append(Row(tag="before"))
     before = ledger.path.read_bytes()
