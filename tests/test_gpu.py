@@ -164,6 +164,7 @@ device_names = ["NVIDIA GeForce RTX 4090"]
 @pytest.mark.parametrize("text, words", [
     ('["X"]\nbandwith_gb_s = 1', ['["X"] bandwith_gb_s: unknown key', "allowed are device_names, arch"]),
     ('["X"]\nbandwidth_gb_s = "fast"', ["""["X"] bandwidth_gb_s = 'fast'""", "a number above 0"]),
+    ('["X"]\nbandwidth_gb_s = inf', ['["X"] bandwidth_gb_s = inf']),
     ('["X"]\nsms = -3', ['["X"] sms = -3', "whole number"]),
     ('["X"]\ntflops = { half = 3 }', ['["X"] tflops', "fp64, fp32, tf32, fp16, bf16, fp8"]),
     ('["X"]\ntflops = { fp16 = true }', ['["X"] tflops']),

@@ -236,7 +236,7 @@ def test_death_at_every_system_call_of_an_append(ledger, old_rows):
     for row in rows[old_rows:]:
         assert (ledger.attempt(row.experiment) / "kernel.py").read_text() == f"# {row.run_id[1:]}"
     torn = [f.read_text() for f in (ledger.workspace / "quarantine").glob("ledger-*")]
-    # The one write that died half-way (on a fresh ledger the calls shift while the header appears: it may be passed by).
+    # The write that died half-way; on a fresh ledger the calls shift while the header appears and may skip it.
     assert (len(torn) == 1 or old_rows == 0) and all(text.split("\t")[0].isdigit() for text in torn)
 
 
