@@ -2,7 +2,7 @@
 
 Every call, checked or timed or warm-up, takes the same path, so a kernel cannot tell them apart:
 
-    wait kernel -> inputs copied in from the stage -> L2 flushed -> start event -> kernel_fn -> end event -> output copied
+    wait kernel -> inputs copied from the stage -> L2 flushed -> start event -> kernel_fn -> end event -> output copied
 
 The wait hides the launch gap. Inputs arrive on the stream behind it, so work on another stream that does not wait reads
 stale bytes; the output leaves on the stream right behind the end event, so work that was not joined is missing in it.
@@ -55,6 +55,24 @@ def _exactly(sock: socket.socket, count: int) -> bytes | None:
     return data
 
 
+def round_bfloat16_to_nearest() -> None:
+    """Triton's interpreter truncates float32 to bfloat16; hardware rounds to nearest. Make the interpreter do so."""
+    import numpy
+    import torch
+    from triton import language
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(data, input_dtype, output_dtype, rounding_mode):
+        if input_dtype == language.float32 and output_dtype == language.bfloat16:
+            values = torch.from_numpy(numpy.array(data, copy=True)).view(torch.float32)
+            return values.to(torch.bfloat16).view(torch.int16).numpy().view(numpy.uint16)
+        return original(data, input_dtype, output_dtype, rounding_mode)
+
+    interpreter._convert_float = convert
+
+
 class Runner:
     """Holds the shared arena and calls the kernel on views into it."""
 
@@ -65,6 +83,8 @@ class Runner:
         self.device = torch.device(setup["device"])
         self.on_gpu = self.device.type == "cuda"
         self.arena = self._open_arena(setup["arena"])
+        if not self.on_gpu and importlib.util.find_spec("triton"):
+            round_bfloat16_to_nearest()
         self.function = None
         self.held = None  # the previous output, kept alive through the next call
         self.clock = time.perf_counter
@@ -161,6 +181,7 @@ class Runner:
         self.sleep(request["wait_cycles"])
         self.copy_(target, source)
         self.sum(self.flush, out=self.flushed)
+        self.torch.cuda.reset_peak_memory_stats()
         began = clock()
         record(start, stream)
         out = self.function(**kwargs)
@@ -186,6 +207,43 @@ class Runner:
         seconds = self.clock() - began
         self._hand_over(out, output)
         return out, {"device_s": seconds, "host_s": seconds, "after_s": 0.0, "late": False, "peak_bytes": 0}
+
+    def profile(self, request: dict) -> dict:
+        """Five calls under PyTorch's profiler: the device's kernels with their times, and trace.json in this folder."""
+        from torch.profiler import ProfilerActivity, profile
+
+        kwargs = {name: self.tensor(spec, "work") for name, spec in request["inputs"].items()} | request["scalars"]
+        stage, work, count = request["stage"], request["work"], request["bytes"]
+        self.copy_(self.arena[work : work + count], self.arena[stage : stage + count])
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_gpu
+        with profile(activities=activities) as profiler:
+            for _ in range(5):
+                self.function(**kwargs)
+            if self.on_gpu:
+                self.synchronize()
+        profiler.export_chrome_trace("trace.json")
+        events = [e for e in profiler.events() if e.device_type.name == ("CUDA" if self.on_gpu else "CPU")]
+        kernels: dict[str, list[float]] = {}
+        for event in events:
+            kernels.setdefault(event.name, []).append(event.device_time if self.on_gpu else event.self_cpu_time_total)
+        rows = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
+        return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
+
+    def resources(self, request: dict) -> dict:
+        """Registers, spills and shared memory of the compiled kernels, the largest of each."""
+        found = []
+        if "autokernel.cuda" in sys.modules:
+            cuda = sys.modules["autokernel.cuda"]
+            found += [r for m in cuda.loaded_modules() for r in m.resources.values()]
+        if self.on_gpu and "triton" in sys.modules:
+            from autokernel.cuda import triton_resources
+
+            for value in vars(sys.modules["kernel"]).values():
+                function = getattr(value, "fn", value) if not hasattr(value, "device_caches") else value
+                for caches in getattr(function, "device_caches", {}).values():
+                    found += [triton_resources(compiled) for compiled in caches[0].values()]
+        names = ("registers", "spill_bytes", "smem_bytes")
+        return {"resources": {n: max((r[n] for r in found if r.get(n) is not None), default=None) for n in names}}
 
     def _hand_over(self, out, output) -> None:
         """Copy the result where the judge reads it, on the stream, at once; a wrong one is left to the judge."""

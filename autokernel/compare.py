@@ -1,8 +1,9 @@
 """The comparator: is an output right, measured against the float64 oracle and against PyTorch's own error?
 
 An element passes when |out - ref| <= atol * rms(ref) + rtol * |ref|. The whole output must also be about as accurate as
-PyTorch's kernel in the same dtype: its rms error at most `rms_factor` times PyTorch's plus a floor. So an accurate kernel never fails because PyTorch was less accurate than it, and zeros, missing work or a
-secretly lower precision never pass. Where PyTorch itself, or the oracle on inputs perturbed by one float32 rounding,
+PyTorch's kernel in the same dtype: its rms error at most `rms_factor` times PyTorch's plus a floor. So an accurate
+kernel never fails because PyTorch was less accurate than it, and zeros, missing work or a secretly lower precision
+never pass. Where PyTorch itself, or the oracle on inputs perturbed by one float32 rounding,
 breaks the element bound (an ill-conditioned case), the bound is MAX_FACTOR times that error instead.
 """
 
@@ -80,8 +81,10 @@ def _verdict(out, ref, ours, yardsticks, tolerance, exact, rms_factor, floor) ->
     if ours.outside and not max_error <= limit:
         where = tuple(int(i) for i in torch.unravel_index(torch.tensor(ours.worst_at), ref.shape))
         got, want = out.flatten()[ours.worst_at].item(), ref.flatten()[ours.worst_at].item()
-        share = f"{ours.outside} of {ref.numel()} elements"
-        return failed(f"{share} off by more than {limit:.1e} x (rms + |ref|); at {where}: {got:.6g}, expected {want:.6g}")
+        return failed(
+            f"{ours.outside} of {ref.numel()} elements off by more than {limit:.1e} x (rms + |ref|); "
+            f"at {where}: {got:.6g}, expected {want:.6g}"
+        )
     usual = max((y.rms_error for y in yardsticks), default=math.inf)
     if not rms_error <= rms_factor * usual + floor:
         return failed(

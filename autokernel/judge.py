@@ -246,7 +246,9 @@ def _fault_of(bench, worker, case, limits, replies, declared_nondeterministic) -
     return call_fault(bench, worker, case, limits, replies)
 
 
-def correctness_cases(bench: Bench, source: KernelSource, primary: list[Case], dtype: str) -> tuple[list[Case], list[str]]:
+def correctness_cases(
+    bench: Bench, source: KernelSource, primary: list[Case], dtype: str
+) -> tuple[list[Case], list[str]]:
     """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU."""
     accepts = set(source.parameters) & set(bench.spec.optional_names())
     cases = bench.spec.cases(bench.on_gpu, accepts, random.SystemRandom(), dtype)

@@ -1,8 +1,11 @@
-"""One run of the judge, from a kernel file to a record: stages, timing, roofline. `bench.py` prints what this returns."""
+"""One run of the judge, from a kernel file to a record: stages, timing, roofline. `bench.py` prints what it returns."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -13,11 +16,12 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from autokernel import calibrate as calibration_run
 from autokernel import gpu, ops
-from autokernel.judge import Bench, Limits, Stage, correctness_cases, run_stages
-from autokernel.paths import cache_dir
+from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.records import RunRecord, now
-from autokernel.source import KernelError, KernelSource, read_kernel
+from autokernel.source import KernelError, read_kernel
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, time_case
@@ -30,7 +34,8 @@ KEYS = (
     "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
     "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
     "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
-    "noise_pct", "launch_us", "compile_seconds", "vendor_library", "quick", "bench_time_seconds",
+    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "quick",
+    "bench_time_seconds",
 )  # fmt: skip
 
 
@@ -43,6 +48,7 @@ class Options:
     quick: bool = False
     compile_baseline: bool = False
     allow_tf32: bool = False
+    profile: bool = False
     best: Path | None = None
     dtype: str = ""
     device: str = ""
@@ -106,6 +112,8 @@ class _Session:
         workers = {"candidate": bench.open_kernel(self.source, every, self.limits)}
         try:
             workers["baseline"] = bench.worker("baseline", "baseline", timed)
+            if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
+                workers["compiled"] = bench.worker("compiled", "baseline", timed)
             if self.best:
                 workers["best"] = bench.open_kernel(self.best, timed, self.limits, "best")
             values = {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
@@ -131,27 +139,45 @@ class _Session:
         if values["correctness"] != "PASS":
             return values
         try:
-            self._start_others(bench, workers)
-            device = gpu.detect() if bench.on_gpu else None
-            calibration = gpu.load_calibration(device) if device else None
-            timings = []
-            for case in timed:
-                timing = time_case(
-                    bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
-                )
-                if timing.invalid:
-                    return values | {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
-                timings.append(timing)
+            return values | self._timed(bench, workers, timed)
         except WorkerFailure as failure:
-            detail = {"traceback": failure.detail}
-            return values | {"correctness": failure.outcome, "reason": f"while timing: {failure}", **detail}
-        rows = [size_values(bench, t, device, calibration) for t in timings]
-        primary = next((r for r in rows if r["size"] == self.spec.primary), rows[0])
-        return values | rows[0 if self.target else rows.index(primary)] | {"sizes": rows}
+            reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
+            return values | reason | {"traceback": failure.detail}
+
+    def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
+        self._start_others(bench, workers)
+        device = gpu.detect() if bench.on_gpu else None
+        calibration = gpu.load_calibration(device) if device else None
+        rows = []
+        for case in timed:
+            timing = time_case(
+                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
+            )
+            if timing.invalid:
+                return {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
+            rows.append(size_values(bench, timing, device, calibration))
+        # a target's own shape comes first; otherwise the spec names the size that stands for the operator
+        primary = next((r for r in rows if r["size"] == self.spec.primary and not self.target), rows[0])
+        values = primary | {"sizes": rows}
+        if self.options.profile:
+            values["profile"] = self._profiled(bench, workers["candidate"], timed[rows.index(primary)])
+        return values | workers["candidate"].ask("resources", 30)["resources"]
+
+    def _profiled(self, bench: Bench, worker, case: Case) -> list[dict[str, Any]]:
+        """Chrome trace to workspace/profile/trace.json, and the candidate's kernels with their times."""
+        layout = bench.layout(case)
+        worker.stage(layout, bench.draw(case, layout))
+        kernels = worker.call(layout, case.scalars, self.limits.call, profile=True)["kernels"]
+        folder = workspace() / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
+        return kernels
 
     def _start_others(self, bench: Bench, workers) -> None:
-        workers["baseline"].share(bench.flush_bytes, 180)
-        workers["baseline"].ask("load", 180, op=self.spec.name)
+        for name in ("baseline", "compiled"):
+            if name in workers:
+                workers[name].share(bench.flush_bytes, START_SECONDS)
+                workers[name].ask("load", START_SECONDS, op=self.spec.name, compile=name == "compiled")
         if "best" in workers:
             bench.load_kernel(workers["best"], self.limits)
 
@@ -182,10 +208,10 @@ def stage_values(stages: list[Stage], quick: bool) -> dict[str, Any]:
 
 def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibration) -> dict[str, Any]:
     """The numbers of one size."""
-    case, seconds = timing.case, timing.seconds
+    case, seconds = timing.case, timing.seconds()
     spec = device.spec if device else None
     roof = gpu.roofline(timing.flops, timing.bytes, seconds, case.dtype, spec, calibration, bench.allow_tf32)
-    pytorch, best = timing.vs_pytorch, timing.vs_best
+    pytorch, best = timing.speedup_over("baseline"), timing.speedup_over("best")
     input_bytes = bench.layout(case).input_bytes
     values = {
         "size": case.name,
@@ -199,21 +225,46 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
         "bottleneck": roof.bottleneck,
         "flops": timing.flops,
         "bytes": timing.bytes,
-        "peak_vram_mb": (timing.candidate.peak_bytes + input_bytes) / 2**20 if bench.on_gpu else None,
-        "pytorch_latency_us": timing.baseline_seconds * 1e6,
+        "peak_vram_mb": (timing.samples["candidate"].peak_bytes + input_bytes) / 2**20 if bench.on_gpu else None,
+        "pytorch_latency_us": timing.seconds("baseline") * 1e6,
         "speedup_vs_pytorch": pytorch.value,
         "speedup_vs_pytorch_spread": pytorch.spread,
         "noise_pct": 100 * timing.noise,
-        "launch_us": timing.launch_seconds * 1e6,
-        "repetitions": len(timing.candidate.device),
-        "device_us": [round(s * 1e6, 3) for s in timing.candidate.device],
+        "launch_us": statistics.median(timing.samples["candidate"].host) * 1e6,
+        "repetitions": len(timing.samples["candidate"].device),
+        "device_us": {n: [round(s * 1e6, 3) for s in sample.device] for n, sample in timing.samples.items()},
     }
     for name in ("pct_peak_compute", "pct_peak_bandwidth", "pct_measured_compute", "pct_measured_bandwidth"):
         values[name] = getattr(roof, name)
+    if "compiled" in timing.samples:
+        keep_compiled_ratio(bench, case, timing.seconds("baseline") / timing.seconds("compiled"))
+    if ratio := compiled_ratio(bench, case):
+        values["speedup_vs_compile"] = pytorch.value / ratio
     if best:
         values |= {"speedup_vs_best": best.value, "gain_spread_pct": 100 * best.spread}
         values["paired_gain_pct"] = 100 * (best.value - 1)
     return values
+
+
+def _compiled_path(bench: Bench, case: Case) -> Path:
+    """Where the cached comparison of torch.compile with eager PyTorch lies: one file per shape, device and version."""
+    tensors = [str(t) for t in bench.spec.tensors(case).values()]
+    device = gpu.detect().key if bench.on_gpu else "cpu"
+    key = "|".join([bench.spec.name, device, torch.__version__, str(dict(case.scalars)), *tensors])
+    return cache_dir() / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def compiled_ratio(bench: Bench, case: Case) -> float | None:
+    """How many times faster torch.compile (max-autotune) is than the eager operator, if it was ever measured here."""
+    try:
+        return float(json.loads(_compiled_path(bench, case).read_text())["faster_than_eager"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def keep_compiled_ratio(bench: Bench, case: Case, ratio: float) -> None:
+    values = {"op": bench.spec.name, "case": case.label, "faster_than_eager": ratio, "measured": now()}
+    atomic_write(_compiled_path(bench, case), json.dumps(values).encode())
 
 
 def _device_values(device: torch.device) -> dict[str, Any]:
@@ -243,3 +294,12 @@ def gpu_lock(device: torch.device, timeout: float = 600):
         raise GpuBusy(f"another run holds this GPU ({path}); waited {timeout:.0f} s") from None
 
 
+
+
+def calibrate() -> gpu.Calibration:
+    """Measure this GPU's ceilings with nothing beside it, and keep them. Raises UsageError where there is no GPU."""
+    device = gpu.detect()
+    if device is None:
+        raise UsageError("--calibrate measures a GPU and there is none here")
+    with gpu_lock(torch.device("cuda")):
+        return calibration_run.calibrate(device)

@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autokernel.compare import compare
 from autokernel.gpu import Calibration, GpuSpec, floor_seconds
@@ -69,40 +69,30 @@ def median_spread(values: list[float]) -> float:
 
 @dataclass
 class Timing:
-    """One size, timed. invalid: why the numbers must not be believed, or ""."""
+    """One size, timed. samples by child: "candidate", "baseline", and "best" and "compiled" where they took part.
+
+    invalid: why the numbers must not be believed, or "".
+    """
 
     case: Case
     flops: float
     bytes: int
-    candidate: Sample
-    baseline: Sample
-    best: Sample | None = None
+    samples: dict[str, Sample]
     invalid: str = ""
 
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.candidate.device)
+    def seconds(self, name: str = "candidate") -> float:
+        return statistics.median(self.samples[name].device)
 
-    @property
-    def baseline_seconds(self) -> float:
-        return statistics.median(self.baseline.device)
-
-    @property
-    def launch_seconds(self) -> float:
-        return statistics.median(self.candidate.host)
-
-    @property
-    def vs_pytorch(self) -> Ratio:
-        return Ratio.of(self.baseline.device, self.candidate.device)
-
-    @property
-    def vs_best(self) -> Ratio | None:
-        return Ratio.of(self.best.device, self.candidate.device) if self.best else None
+    def speedup_over(self, name: str) -> Ratio | None:
+        """How many times faster the candidate is than another child; None if that did not take part."""
+        if name not in self.samples:
+            return None
+        return Ratio.of(self.samples[name].device, self.samples["candidate"].device)
 
     @property
     def noise(self) -> float:
         """Relative half-width of the candidate's median."""
-        return median_spread(self.candidate.device) / self.seconds
+        return median_spread(self.samples["candidate"].device) / self.seconds()
 
 
 def time_case(
@@ -114,40 +104,38 @@ def time_case(
     calibration: Calibration | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Timing:
-    """Time one size. workers: "candidate", "baseline" and, if there is one, "best"."""
+    """Time one size on loaded workers, "candidate" and "baseline" among them."""
+    progress(f"timing: {case.label}")
     layout = bench.layout(case)
     flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
-    samples = {name: Sample() for name in workers}
-    timing = Timing(
-        case, flops, bench.spec.bytes_moved(case), samples["candidate"], samples["baseline"], samples.get("best")
-    )
-    order = list(workers)
-    progress(f"timing: {case.label}")
+    timing = Timing(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in workers})
     wait, repetitions = _warm_up(bench, case, layout, workers, limits)
     oracle = set(random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions)))
     for index in range(repetitions):
         private = bench.draw(case, layout)
-        for name in order if index % 2 == 0 else reversed(order):
+        for name in workers if index % 2 == 0 else reversed(workers):
             workers[name].stage(layout, private)
             reply = workers[name].call(layout, case.scalars, limits.call, wait)
-            samples[name].add(reply)
-            if name == "candidate" and (fault := reply_fault(reply, layout)):
-                timing.invalid = fault
-                return timing
-        if not workers["candidate"].inputs_untouched(layout, private):
-            timing.invalid = "an input was overwritten in a timed call"
-            return timing
-        out = workers["candidate"].output(layout)
-        torch_out = workers["baseline"].output(layout)
-        if index in oracle:
-            result = bench.judged(case, layout, private, out)
-        else:
-            result = _against_torch(bench, case, out, torch_out)
-        if not result.ok:
-            timing.invalid = f"output of a timed call: {result.reason}"
+            timing.samples[name].add(reply)
+            if name == "candidate":
+                timing.invalid = reply_fault(reply, layout)
+        timing.invalid = timing.invalid or _wrong(bench, case, layout, private, workers, index in oracle)
+        if timing.invalid:
             return timing
     timing.invalid = _impossible(bench, timing, gpu, calibration)
     return timing
+
+
+def _wrong(bench: Bench, case: Case, layout, private, workers: dict[str, Worker], by_oracle: bool) -> str:
+    """What a timed call did wrong; "" if nothing."""
+    if not workers["candidate"].inputs_untouched(layout, private):
+        return "an input was overwritten in a timed call"
+    out = workers["candidate"].output(layout)
+    if by_oracle:
+        result = bench.judged(case, layout, private, out)
+    else:
+        result = _against_torch(bench, case, out, workers["baseline"].output(layout))
+    return "" if result.ok else f"output of a timed call: {result.reason}"
 
 
 def _against_torch(bench: Bench, case: Case, out, torch_out):
@@ -188,14 +176,14 @@ def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: 
         timing.flops, bench.spec.bytes_read(case), case.dtype, gpu, calibration, write_bytes=out_bytes,
         allow_tf32=bench.allow_tf32,
     )  # fmt: skip
-    if floor and timing.seconds < FLOOR_SLACK * floor:
-        return f"{timing.seconds * 1e6:.1f} us is below the physical floor of {floor * 1e6:.1f} us"
-    ours, theirs = timing.candidate, timing.baseline
-    by_child = timing.seconds - timing.baseline_seconds
+    if floor and timing.seconds() < FLOOR_SLACK * floor:
+        return f"{timing.seconds() * 1e6:.1f} us is below the physical floor of {floor * 1e6:.1f} us"
+    ours, theirs = timing.samples["candidate"], timing.samples["baseline"]
+    by_child = timing.seconds() - timing.seconds("baseline")
     by_judge = statistics.median(ours.wall) - statistics.median(theirs.wall)
     hidden = statistics.median(ours.after) - statistics.median(theirs.after)
-    slack = CLOCK_SLACK_S + 0.15 * timing.baseline_seconds + statistics.median(ours.host)
-    if hidden > 10e-6 + 0.1 * timing.seconds:
+    slack = CLOCK_SLACK_S + 0.15 * timing.seconds("baseline") + statistics.median(ours.host)
+    if hidden > 10e-6 + 0.1 * timing.seconds():
         return f"{hidden * 1e6:.0f} us of work ran after the call's end event: join your streams"
     if by_judge - by_child > slack:
         return (
@@ -204,15 +192,3 @@ def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: 
         )
     return ""
 
-
-def primary_of(timings: list[Timing], name: str) -> Timing | None:
-    """The timing whose numbers stand in the key block."""
-    named = [t for t in timings if t.case.name == name]
-    return (named or timings or [None])[0]
-
-
-def timed_cases(bench: Bench, names: list[str], dtype: str, targets: list[Case], omit: tuple[str, ...]) -> list[Case]:
-    """The cases to time: the target's own shapes first, then the spec's sizes by name."""
-    own = [replace(case, stage="timing", omit=omit) for case in targets]
-    sizes = [Case(n, "timing", bench.spec.size_named(n, bench.on_gpu), dtype, omit=omit) for n in names]
-    return own + [case for case in sizes if bench.fits(case)]

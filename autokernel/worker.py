@@ -36,8 +36,9 @@ from autokernel.spec import TensorSpec
 CHILD = Path(__file__).with_name("child.py")
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
 KEPT_VARIABLES = (
-    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUTLASS_PATH",
-    "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS", "CC", "CXX", "SYSTEMROOT",
+    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES",
+    "CUTLASS_PATH", "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS",
+    "CC", "CXX",
 )  # fmt: skip
 
 
@@ -151,7 +152,8 @@ class Worker:
     def output(self, layout: Layout) -> torch.Tensor:
         return view_of(self.arena, 2 * layout.input_bytes, layout.output)
 
-    def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0) -> dict[str, Any]:
+    def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0,
+             profile: bool = False) -> dict[str, Any]:
         """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned."""
         self._synchronize()
         described = {
@@ -159,7 +161,7 @@ class Worker:
             for name, spec in layout.inputs.items()
         }
         return self.ask(
-            "call",
+            "profile" if profile else "call",
             timeout,
             inputs=described,
             output={**_described(layout.output), "start": 2 * layout.input_bytes},

@@ -1,4 +1,4 @@
-"""Negative controls: wrong answers that must fail, and honest ones that must pass, for every operator, shape and dtype."""
+"""Negative controls: wrong answers must fail and honest ones pass, for every operator, shape and dtype."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_accurate_kernels_pass_on_hard_content(op, content, dtype):
         assert not verdict(honest(op, inputs)).reason
 
 
-@pytest.mark.parametrize("op,size", [(op, s) for op in ops.names() for s in (ops.get(op).cpu_shapes | ops.get(op).cpu_edges)])
+@pytest.mark.parametrize("op,size", SIZES + [(op, size) for op in ops.names() for size in ops.get(op).cpu_edges])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accurate_kernels_pass_at_every_shape(op, size, dtype):
     inputs, _, verdict = question(op, size, dtype)
