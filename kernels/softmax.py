@@ -34,8 +34,8 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, ou
     live = row < rows
     x_row = row // inner * x_outer + row % inner * x_inner
     out_row = row // inner * out_outer + row % inner * out_inner
-    # A row of 50257 fp16 starts at any 2-byte address. Its body is the part made of whole 16-byte vectors, so that every
-    # access to it is vectorised; head and tail, less than a vector each, are the edges.
+    # A row of 50257 fp16 starts at any 2-byte address. Its body is the whole 16-byte vectors in it, so that access to
+    # it is vectorised; head and tail, each less than a vector, are the edges.
     body = (x_row + ALIGN - 1) // ALIGN * ALIGN
     head = tl.minimum(body - x_row, n)
     vectors = tl.where(live, (n - head) // VEC, 0)[:, None]
@@ -99,22 +99,22 @@ def _columns_kernel(x_ptr, out_ptr, n, inner, x_n, out_n, x_outer, x_inner, out_
     outer = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     k = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
-    x_ptrs = x_ptr + outer * x_outer + column * x_inner + k * x_n
-    out_ptrs = out_ptr + outer * out_outer + column * out_inner + k * out_n
+    x_ptrs = x_ptr + outer * x_outer + column * x_inner
+    out_ptrs = out_ptr + outer * out_outer + column * out_inner
     high = tl.full([BLOCK_C], -3.4e38, tl.float32)
     total = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, n, BLOCK_N):
         mask = (k + start < n) & (column < inner)
-        x = tl.load(x_ptrs + start * x_n.to(tl.int64), mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptrs + (k + start) * x_n, mask=mask, other=float("-inf")).to(tl.float32)
         new_high = tl.maximum(high, tl.max(x, 0))
         total = total * tl.exp(high - new_high) + tl.sum(tl.exp(x - new_high[None, :]), 0)
         high = new_high
     scale = 1.0 / total
     for start in range(0, n, BLOCK_N):
         mask = (k + start < n) & (column < inner)
-        x = tl.load(x_ptrs + start * x_n.to(tl.int64), mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptrs + (k + start) * x_n, mask=mask, other=0.0).to(tl.float32)
         y = tl.exp(x - high[None, :]) * scale[None, :]
-        tl.store(out_ptrs + start * out_n.to(tl.int64), y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptrs + (k + start) * out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _groups(x, out, dim):
