@@ -150,7 +150,7 @@ def _blocks(q, rows, block_d):
         props = torch.cuda.get_device_properties(q.device)
         sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
     if q.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
-        m, n, warps, stages = 32, 32, 4, 2
+        m, n, warps, stages = (32, 32, 4, 2) if block_d <= 64 else (32, 16, 4, 2) if block_d <= 128 else (32, 16, 8, 1)
     elif rows <= 64:
         m, n, warps = max(16, triton.next_power_of_2(rows)), CONFIG["DECODE_BLOCK_N"], CONFIG["DECODE_WARPS"]
         stages = CONFIG["DECODE_STAGES"]
