@@ -7,11 +7,12 @@ i + kv_len - q_len; a row that sees none gives 0. head_dim up to 256, padded to 
 - fp16/bf16 on Hopper: a block owns 128 query rows, 64 per consumer warpgroup; a producer thread streams K and V tiles with
   TMA. wgmma computes S = Q K^T from shared memory; P stays in registers as the next wgmma's operand. S of a tile is
   issued together with O += P V of the tile before, so the tensor cores work while the softmax is computed.
-- fp32, and 16-bit types on other GPUs: IEEE FMA, register-tiled, the same online softmax.
+- fp32: IEEE FMA, register-tiled, the same online softmax. 16-bit types on other GPUs go this way.
 A row is always summed by one thread group in one fixed order: bitwise deterministic.
 """
 
 import functools
+import math
 
 import torch
 
@@ -23,6 +24,7 @@ CONFIG = {
     "BLOCK_N": 128,   # K/V rows per tile, 64 or 128, for head_dim up to 128; above, 64: the registers hold no more
     "STAGES": 2,      # K/V tiles in flight
 }
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 HEAD_DIM_MAX = 256
 
 CUDA_SRC = r"""
@@ -32,9 +34,6 @@ CUDA_SRC = r"""
 #include <stdint.h>
 #include <type_traits>
 
-#ifndef WGMMA               // 1: compile the Hopper path for 16-bit types; 0: the portable one
-#define WGMMA 1
-#endif
 #ifndef BLOCK_N
 #define BLOCK_N 128
 #endif
@@ -70,7 +69,6 @@ __device__ float exp2_fast(float x) {                            // 2^x to 2 ulp
 }
 
 // ------------------------------------------------------------------------------------------------ Hopper: wgmma + TMA
-#if WGMMA
 constexpr int BM = 128, THREADS = 3 * 128;                       // producer warpgroup + two consumers of 64 rows each
 constexpr int ROW = 128;                                         // bytes of 64 16-bit values: one row of the swizzle
 
@@ -135,44 +133,21 @@ template <typename T> __device__ void mma_values(float (&d)[32], const uint32_t*
 __device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
-// Keeps the compiler from moving uses of accumulators across the asynchronous wgmma's fence or wait; costs no instruction.
-template <int N> __device__ void pin(float (&r)[N]) {
+// Keeps the compiler from moving work on wgmma's registers across its fence or wait; costs no instruction.
+template <int N>
+__device__ void pin(float (&r)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i]) :: "memory");
 }
-template <typename T> __device__ uint32_t pack(float lo, float hi) {           // two 16-bit values, lo in the low half
+template <int N>
+__device__ void pin(uint32_t (&r)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(r[i]) :: "memory");
+}
+template <typename T>
+__device__ uint32_t pack(float lo, float hi) {  // two 16-bit values, lo in the low half
     T v[2] = {T(lo), T(hi)};
     return *reinterpret_cast<uint32_t*>(v);
-}
-
-// Writes a row of a 64-column chunk. Lane q of a quad holds columns 2q, 2q+1 of each 8-column group; two butterfly exchanges
-// transpose four groups, so that it holds all 8 columns of group q and stores 16 bytes.
-template <typename T> __device__ void store_row(T* dst, const float (&o)[32], int half_row, float factor, int columns) {
-    const int q = threadIdx.x % 4;
-#pragma unroll
-    for (int g = 0; g < 2; ++g) {
-        uint32_t v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int r = 16 * g + 4 * i + 2 * half_row;
-            v[i] = pack<T>(o[r] * factor, o[r + 1] * factor);
-        }
-#pragma unroll
-        for (int d = 1; d <= 2; d *= 2)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (!(i & d)) {
-                    const uint32_t sent = (q & d) ? v[i] : v[i + d], got = __shfl_xor_sync(~0u, sent, d);
-                    if (q & d) v[i] = got; else v[i + d] = got;
-                }
-        const int col = 32 * g + 8 * q, left = columns - col;            // columns <= 0: nothing of this row is stored
-        if (reinterpret_cast<uintptr_t>(dst) % 16 == 0 && left >= 8)
-            *reinterpret_cast<uint4*>(dst + col) = make_uint4(v[0], v[1], v[2], v[3]);
-        else
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (i < left) dst[col + i] = reinterpret_cast<T*>(v)[i];
-    }
 }
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -217,24 +192,26 @@ attention_wgmma(const __grid_constant__ CUtensorMap map_q, const __grid_constant
         float s[BN / 2], o[CHUNKS][32] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, factor[2];
         uint32_t prob[BN / 4];                                   // an accumulator's layout is an A operand's: P needs no exchange
 
-        auto scores = [&] {                                      // S = Q K^T, issued
+        auto scores = [&] {  // S = Q K^T, issued
             mbar_wait(k_full + 8 * stage, phase);
+            const uint64_t dq = descriptor(sq + wg * 64 * ROW), dk = descriptor(sk + stage * KV_BYTES);
             pin(s);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < CHUNKS * 4; ++k)  // 16 columns of head_dim; descriptors count 16 bytes
+                mma_scores<T>(s, dq + (k / 4 * BM * ROW + k % 4 * 32) / 16, dk + (k / 4 * BN * ROW + k % 4 * 32) / 16, k);
+            wgmma_commit();
+        };
+        auto values = [&](int at, int parity) {  // O += P V, issued
+            mbar_wait(v_full + 8 * at, parity);
+            const uint64_t dv = descriptor(sv + at * KV_BYTES);
             for (auto& chunk : o) pin(chunk);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < CHUNKS * 4; ++k)
-                mma_scores<T>(s, descriptor(sq + k / 4 * BM * ROW + wg * 64 * ROW + k % 4 * 32),
-                              descriptor(sk + stage * KV_BYTES + k / 4 * BN * ROW + k % 4 * 32), k);
-            wgmma_commit();
-        };
-        auto values = [&](int at, int parity) {                  // O += P V, issued
-            mbar_wait(v_full + 8 * at, parity);
-#pragma unroll
-            for (int k = 0; k < BN / 16; ++k)
-#pragma unroll
-                for (int c = 0; c < CHUNKS; ++c)
-                    mma_values<T>(o[c], prob + 4 * k, descriptor(sv + at * KV_BYTES + c * BN * ROW + k * 16 * ROW));
+            for (int i = 0; i < BN / 16 * CHUNKS; ++i) {
+                const int k = i / CHUNKS, c = i % CHUNKS;
+                mma_values<T>(o[c], prob + 4 * k, dv + (c * BN * ROW + k * 16 * ROW) / 16);
+            }
             wgmma_commit();
         };
         auto softmax = [&](int tile) {                           // S -> exp2(scale * S - max), and the factor that O and the sums need
@@ -264,6 +241,7 @@ attention_wgmma(const __grid_constant__ CUtensorMap map_q, const __grid_constant
         auto to_operand = [&] {
 #pragma unroll
             for (int i = 0; i < BN / 4; ++i) prob[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+            pin(prob);
         };
 
         if (tiles > 0) {
@@ -292,8 +270,6 @@ attention_wgmma(const __grid_constant__ CUtensorMap map_q, const __grid_constant
                 }
                 to_operand();
             }
-            for (auto& chunk : o) pin(chunk);
-            wgmma_fence();
             values(stage, phase);
             wgmma_wait<0>();
             for (auto& chunk : o) pin(chunk);
@@ -302,10 +278,19 @@ attention_wgmma(const __grid_constant__ CUtensorMap map_q, const __grid_constant
         for (int h = 0; h < 2; ++h) {
             float sum = row_sum[h] + __shfl_xor_sync(~0u, row_sum[h], 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
+            const float factor = sum == 0.f ? 0.f : 1.f / sum;
             T* dst = out + (i64(head) * p.q_len + row + 8 * h) * p.head_dim;
+            if (row + 8 * h < p.q_len)
 #pragma unroll
-            for (int c = 0; c < CHUNKS; ++c)
-                store_row(dst + 64 * c, o[c], h, sum == 0.f ? 0.f : 1.f / sum, row + 8 * h < p.q_len ? p.head_dim - 64 * c : 0);
+                for (int i = 0; i < CHUNKS * 8; ++i) {           // 8 columns at a time, two of them this thread's
+                    const int d = i * 8 + lane % 4 * 2;
+                    const float* value = &o[i / 8][i % 8 * 4 + 2 * h];
+                    if (p.head_dim % 2 == 0 && d < p.head_dim)
+                        *reinterpret_cast<uint32_t*>(dst + d) = pack<T>(value[0] * factor, value[1] * factor);
+                    else
+                        for (int e = 0; e < 2; ++e)
+                            if (d + e < p.head_dim) dst[d + e] = T(value[e] * factor);
+                }
         }
     }
 #else
@@ -333,7 +318,7 @@ template <typename T> cudaError_t tensor_map(CUtensorMap* map, const T* base, co
 }
 
 template <typename T, int CHUNKS, int BN>
-cudaError_t launch_tile(const T* q, const T* k, const T* v, T* out, const Problem& p, cudaStream_t stream) {
+cudaError_t launch_wgmma(const T* q, const T* k, const T* v, T* out, const Problem& p, cudaStream_t stream) {
     CUtensorMap map_q, map_k, map_v;
     cudaError_t err = tensor_map(&map_q, q, p, p.heads, p.q_len, p.q, BM);
     if (err == cudaSuccess) err = tensor_map(&map_k, k, p, p.kv_heads, p.kv_len, p.k, BN);
@@ -346,21 +331,12 @@ cudaError_t launch_tile(const T* q, const T* k, const T* v, T* out, const Proble
     kernel<<<i64(p.q_len + BM - 1) / BM * p.heads * p.batch, THREADS, smem, stream>>>(map_q, map_k, map_v, out, p);
     return cudaGetLastError();
 }
-template <typename T> cudaError_t launch_wgmma(const T* q, const T* k, const T* v, T* out, const Problem& p, cudaStream_t stream) {
-    if (p.head_dim <= 64) return launch_tile<T, 1, BLOCK_N>(q, k, v, out, p, stream);
-    if (p.head_dim <= 128) return launch_tile<T, 2, BLOCK_N>(q, k, v, out, p, stream);
-    return launch_tile<T, 4, 64>(q, k, v, out, p, stream);
-}
-#define LAUNCH_16 launch_wgmma
-#else
-#define LAUNCH_16 launch_fma
-#endif  // WGMMA
-
-// ------------------------------------------------------------------------------------- fp32, and 16-bit before Hopper
+// --------------------------------------------------------------------------------------------------- fp32: IEEE FMA
 // 16 x 16 threads on a TILE x TILE block of scores: thread (ty, tx) has rows ty + 16 i, columns tx + 16 j, and of the output the
 // same rows, columns 4 tx + 64 c. K and V take turns in one buffer, so that head_dim 256 fits any GPU's shared memory.
-template <typename T, int D>                                     // D: head_dim padded to 64, 128 or 256
-__global__ void __launch_bounds__(256) attention_fma(const T* q, const T* k, const T* v, T* out, const __grid_constant__ Problem p) {
+template <int D>  // head_dim padded to 64, 128 or 256
+__global__ void __launch_bounds__(256)
+attention_fma(const float* q, const float* k, const float* v, float* out, const __grid_constant__ Problem p) {
     constexpr int R = D <= 128 ? 4 : 2, TILE = 16 * R, LD = D + 4;         // 4: rows start 4 banks apart
     extern __shared__ __align__(16) float smem[];
     float *sq = smem, *skv = sq + TILE * LD, *sp = skv + TILE * LD;
@@ -368,11 +344,11 @@ __global__ void __launch_bounds__(256) attention_fma(const T* q, const T* k, con
     locate(p, (p.q_len + TILE - 1) / TILE, head, q_tile);
     const int batch = head / p.heads, h = head % p.heads, kv_head = h / (p.heads / p.kv_heads), q0 = q_tile * TILE;
     const int ty = threadIdx.x / 16, tx = threadIdx.x % 16, kv_end = visible(p, min(q0 + TILE, p.q_len) - 1);
-    auto fetch = [&](float* tile, const T* src, Strides s, int src_head, int row0, int rows) {
+    auto fetch = [&](float* tile, const float* src, Strides s, int src_head, int row0, int rows) {
         src += batch * s.batch + src_head * s.head;
         for (int e = threadIdx.x; e < TILE * D; e += 256) {
             const int r = row0 + e / D, d = e % D;
-            tile[e / D * LD + d] = r < rows && d < p.head_dim ? static_cast<float>(src[r * s.row + d]) : 0.f;
+            tile[e / D * LD + d] = r < rows && d < p.head_dim ? src[r * s.row + d] : 0.f;
         }
     };
     float o[R][D / 64][4] = {}, row_max[R], row_sum[R] = {};
@@ -421,49 +397,50 @@ __global__ void __launch_bounds__(256) attention_fma(const T* q, const T* k, con
         const int row = q0 + ty + 16 * i;
         for (int c = 0; c < D / 16; ++c) {
             const int d = 4 * tx + 64 * (c / 4) + c % 4;
-            if (row < p.q_len && d < p.head_dim) out[(i64(head) * p.q_len + row) * p.head_dim + d] = T(sum == 0.f ? 0.f : o[i][c / 4][c % 4] / sum);
+            if (row < p.q_len && d < p.head_dim) out[(i64(head) * p.q_len + row) * p.head_dim + d] = sum == 0.f ? 0.f : o[i][c / 4][c % 4] / sum;
         }
     }
 }
 
-template <typename T, int D> cudaError_t launch_dim(const T* q, const T* k, const T* v, T* out, const Problem& p, cudaStream_t stream) {
+template <int D>
+cudaError_t launch_fma(const float* q, const float* k, const float* v, float* out, const Problem& p, cudaStream_t stream) {
     constexpr int TILE = D <= 128 ? 64 : 32, smem = (2 * TILE * (D + 4) + TILE * (TILE + 4)) * 4;
-    cudaError_t err = cudaFuncSetAttribute(attention_fma<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
+    cudaError_t err = cudaFuncSetAttribute(attention_fma<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
     if (err != cudaSuccess) return err;
-    attention_fma<T, D><<<i64(p.q_len + TILE - 1) / TILE * p.heads * p.batch, 256, smem, stream>>>(q, k, v, out, p);
+    const i64 blocks = i64(p.q_len + TILE - 1) / TILE * p.heads * p.batch;
+    attention_fma<D><<<blocks, 256, smem, stream>>>(q, k, v, out, p);
     return cudaGetLastError();
 }
-template <typename T> cudaError_t launch_fma(const T* q, const T* k, const T* v, T* out, const Problem& p, cudaStream_t stream) {
-    if (p.head_dim <= 64) return launch_dim<T, 64>(q, k, v, out, p, stream);
-    if (p.head_dim <= 128) return launch_dim<T, 128>(q, k, v, out, p, stream);
-    return launch_dim<T, 256>(q, k, v, out, p, stream);
+
+template <typename T>
+cudaError_t launch(const void* q, const void* k, const void* v, void* out, const Problem& p, cudaStream_t stream) {
+    auto run = p.head_dim <= 64 ? launch_wgmma<T, 1, BLOCK_N> : p.head_dim <= 128 ? launch_wgmma<T, 2, BLOCK_N> : launch_wgmma<T, 4, 64>;
+    return run((const T*)q, (const T*)k, (const T*)v, (T*)out, p, stream);
+}
+template <>
+cudaError_t launch<float>(const void* q, const void* k, const void* v, void* out, const Problem& p, cudaStream_t stream) {
+    auto run = p.head_dim <= 64 ? launch_fma<64> : p.head_dim <= 128 ? launch_fma<128> : launch_fma<256>;
+    return run((const float*)q, (const float*)k, (const float*)v, (float*)out, p, stream);
 }
 
-extern "C" int attention_float16(const __half* q /* strided */, const __half* k /* strided */, const __half* v /* strided */, __half* out,
-                                 int batch, int heads, int kv_heads, int q_len, int kv_len, int head_dim, int causal, float scale,
-                                 i64 qb, i64 qh, i64 qr, i64 kb, i64 kh, i64 kr, i64 vb, i64 vh, i64 vr, cudaStream_t stream) {
-    return LAUNCH_16(q, k, v, out, {batch, heads, kv_heads, q_len, kv_len, head_dim, causal, scale, {qb, qh, qr}, {kb, kh, kr}, {vb, vh, vr}}, stream);
-}
-extern "C" int attention_bfloat16(const __nv_bfloat16* q /* strided */, const __nv_bfloat16* k /* strided */,
-                                  const __nv_bfloat16* v /* strided */, __nv_bfloat16* out,
-                                  int batch, int heads, int kv_heads, int q_len, int kv_len, int head_dim, int causal, float scale,
-                                  i64 qb, i64 qh, i64 qr, i64 kb, i64 kh, i64 kr, i64 vb, i64 vh, i64 vr, cudaStream_t stream) {
-    return LAUNCH_16(q, k, v, out, {batch, heads, kv_heads, q_len, kv_len, head_dim, causal, scale, {qb, qh, qr}, {kb, kh, kr}, {vb, vh, vr}}, stream);
-}
-extern "C" int attention_float32(const float* q /* strided */, const float* k /* strided */, const float* v /* strided */, float* out,
-                                 int batch, int heads, int kv_heads, int q_len, int kv_len, int head_dim, int causal, float scale,
-                                 i64 qb, i64 qh, i64 qr, i64 kb, i64 kh, i64 kr, i64 vb, i64 vh, i64 vr, cudaStream_t stream) {
-    return launch_fma(q, k, v, out, {batch, heads, kv_heads, q_len, kv_len, head_dim, causal, scale, {qb, qh, qr}, {kb, kh, kr}, {vb, vh, vr}}, stream);
+extern "C" int attention(const void* q /* strided */, const void* k /* strided */, const void* v /* strided */, void* out,
+                         int dtype, int batch, int heads, int kv_heads, int q_len, int kv_len, int head_dim, int causal,
+                         float scale, i64 q_batch, i64 q_head, i64 q_row, i64 k_batch, i64 k_head, i64 k_row,
+                         i64 v_batch, i64 v_head, i64 v_row, cudaStream_t stream) {
+    const Problem p = {batch, heads, kv_heads, q_len, kv_len, head_dim, causal, scale, {q_batch, q_head, q_row},
+                       {k_batch, k_head, k_row}, {v_batch, v_head, v_row}};
+    const auto run = dtype == 0 ? launch<__half> : dtype == 1 ? launch<__nv_bfloat16> : launch<float>;
+    return run(q, k, v, out, p, stream);
 }
 """
 
 
 @functools.cache
-def library(wgmma: bool):
-    return compile_cuda(CUDA_SRC, defines={**CONFIG, "WGMMA": int(wgmma)})
+def library():
+    return compile_cuda(CUDA_SRC, defines=CONFIG)
 
 
-def tma_heads(x: torch.Tensor) -> torch.Tensor:
+def tma_heads(x):
     """x as TMA can read it: head_dim adjacent, base and strides at multiples of 16 bytes; a padded copy if it is not."""
     padded = (x.shape[3] + 7) // 8 * 8
     strides = [padded if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]   # of one element: anything
@@ -472,24 +449,28 @@ def tma_heads(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:3], padded))[..., : x.shape[3]].copy_(x)
 
 
+def unit_columns(x):
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
 def kernel_fn(Q, K, V, causal=True, sm_scale=None):
     """Q (batch, heads, q_len, head_dim), K and V (batch, kv_heads, kv_len, head_dim) -> contiguous, like Q."""
     batch, heads, q_len, head_dim = Q.shape
     kv_heads, kv_len = K.shape[1], K.shape[2]
     if head_dim > HEAD_DIM_MAX or heads % kv_heads:
         raise ValueError(f"flash_attention: head_dim {head_dim} (at most {HEAD_DIM_MAX}), heads {heads} (a multiple of kv_heads {kv_heads})")
-    out = torch.empty((batch, heads, q_len, head_dim), dtype=Q.dtype, device=Q.device)
+    if Q.dtype != torch.float32 and torch.cuda.get_device_capability(Q.device)[0] != 9:
+        return kernel_fn(Q.float(), K.float(), V.float(), causal, sm_scale).to(Q.dtype)
+    out = torch.empty(Q.shape, dtype=Q.dtype, device=Q.device)
     if out.numel() == 0 or kv_len == 0:
         return out.zero_()
     scale = head_dim**-0.5 if sm_scale is None else float(sm_scale)
-    if scale <= 0:                                               # the kernels take the maximum before they scale
+    if scale <= 0:  # the kernels take the maximum before they scale
         Q, scale = (-Q, -scale) if scale < 0 else (torch.zeros_like(Q), 1.0)
-    wgmma = Q.dtype != torch.float32 and torch.cuda.get_device_capability(Q.device)[0] == 9
-    if wgmma:
-        Q, K, V = tma_heads(Q), tma_heads(K), tma_heads(V)
-    elif not Q.stride(3) == K.stride(3) == V.stride(3) == 1:
-        Q, K, V = Q.contiguous(), K.contiguous(), V.contiguous()
-    launch = getattr(library(wgmma), "attention_" + str(Q.dtype).removeprefix("torch."))
-    launch(Q, K, V, out, batch, heads, kv_heads, q_len, kv_len, head_dim, int(causal), scale * 1.4426950408889634,
-           *Q.stride()[:3], *K.stride()[:3], *V.stride()[:3])
+    prepare = unit_columns if Q.dtype == torch.float32 else tma_heads
+    Q, K, V = prepare(Q), prepare(K), prepare(V)
+    library().attention(
+        Q, K, V, out, DTYPES[Q.dtype], batch, heads, kv_heads, q_len, kv_len, head_dim, int(causal), scale / math.log(2),
+        *Q.stride()[:3], *K.stride()[:3], *V.stride()[:3],
+    )  # fmt: skip
     return out

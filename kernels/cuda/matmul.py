@@ -113,6 +113,7 @@ __device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_
             const i64 col = col0 + 32 * g + 8 * i + 2 * q;
             const int r = 16 * g + 4 * i + 2 * half_row;
             T pair[2];
+#pragma unroll
             for (int e = 0; e < 2; ++e) pair[e] = T(d[r + e] + (bias && col + e < N ? float(bias[col + e]) : 0.f));
             v[i] = *reinterpret_cast<uint32_t*>(pair);
         }
@@ -188,14 +189,15 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
             float acc[HALVES][64];
             uint32_t in_use = 0;  // the empty barrier of the stage being multiplied
             for (int k = 0; k < slabs; ++k, advance()) {
-                const uint32_t b = smem + stage * STAGE_BYTES + SLAB, a = b - SLAB + row0 * BK * 2;
+                const uint32_t slab_a = smem + stage * STAGE_BYTES, slab_b = slab_a + SLAB;
+                const uint64_t a = k_major(slab_a + row0 * BK * 2), b = B_N_MAJOR ? n_major(slab_b) : k_major(slab_b);
+                constexpr int B_STEP = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of k: 16 rows or 16 columns
                 mbar_wait(full + 8 * stage, phase);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                 for (int i = 0; i < BK / 16 * HALVES; ++i) {
-                    const int kk = i / HALVES, h = i % HALVES;
-                    const uint32_t at = b + h * SLAB + kk * (B_N_MAJOR ? 2048 : 32);  // 16 rows of k, or 16 columns
-                    wgmma<T, B_N_MAJOR>(acc[h], k_major(a + kk * 32), B_N_MAJOR ? n_major(at) : k_major(at), k | kk);
+                    const int kk = i / HALVES, h = i % HALVES;  // descriptors count 16 bytes
+                    wgmma<T, B_N_MAJOR>(acc[h], a + kk * 32 / 16, b + (h * SLAB + kk * B_STEP) / 16, k | kk);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 wgmma_wait<1>();  // the previous slab is done: hand its stage back
@@ -209,7 +211,8 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
                 pin(acc[h]);
-                for (int e = 0; e < 2; ++e) store_row(out, bias, acc[h], e, row + 8 * e, n0 + 128 * h, p.M, p.N);
+                store_row(out, bias, acc[h], 0, row, n0 + 128 * h, p.M, p.N);
+                store_row(out, bias, acc[h], 1, row + 8, n0 + 128 * h, p.M, p.N);
             }
         }
     }
