@@ -82,7 +82,7 @@ __device__ uint64_t n_major(uint32_t addr) {
     "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 #define ACC4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define ACC16(i) ACC4(i), ACC4(i + 4), ACC4(i + 8), ACC4(i + 12)
-#define WGMMA(TYPE)                                                                                                  \
+#define MMA_ASM(TYPE)                                                                                                  \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE \
                  " " REGS64 ", %64, %65, p, 1, 1, 0, %67; }"                                                         \
                  : ACC16(0), ACC16(16), ACC16(32), ACC16(48) : "l"(a), "l"(b), "r"(accumulate), "n"(B_N_MAJOR))
@@ -90,7 +90,7 @@ __device__ uint64_t n_major(uint32_t addr) {
 // d (64 x 128, this thread's 64 values) = a (64 x 16) b (16 x 128) + (accumulate ? d : 0)
 template <typename T, int B_N_MAJOR>
 __device__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    if constexpr (std::is_same<T, __half>::value) WGMMA("f16"); else WGMMA("bf16");
+    if constexpr (std::is_same<T, __half>::value) MMA_ASM("f16"); else MMA_ASM("bf16");
 }
 template <int N>
 __device__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
