@@ -289,7 +289,8 @@ struct Fetch {
         if (k_contiguous) r = t / DEPTH, k = t % DEPTH, dr = 256 / DEPTH, dk = 0;
         else r = t % 128, k = t / 128, dr = 0, dk = 2;
     }
-    // Rows from 64 on lie `split` elements further: those of the second weight. 0: one matrix.
+    // SPLIT: rows from 64 on are those of a second matrix, `split` elements further than they would lie in the first.
+    template <bool SPLIT>
     __device__ void load(float (&v)[4], const float* p, i64 split, i64 row0, i64 k0, i64 rows, i64 depth, i64 row_stride,
                          i64 k_stride) const {
         p += (row0 + r) * row_stride + (k0 + k) * k_stride;
@@ -297,7 +298,7 @@ struct Fetch {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = r + i * dr;
-            const bool second = split && row >= 64, inside = row - 64 * second < rows_left && k + i * dk < depth_left;
+            const bool second = SPLIT && row >= 64, inside = row - 64 * second < rows_left && k + i * dk < depth_left;
             v[i] = inside ? p[i * (dr * row_stride + dk * k_stride) + (second ? split : 0)] : 0.f;
         }
     }
@@ -314,15 +315,15 @@ __global__ void __launch_bounds__(256, 2)
 mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p) {
     __shared__ __align__(16) float sa[2][DEPTH][132], sb[2][DEPTH][132];  // 4 columns of padding against bank conflicts
     const i64 m0 = blockIdx.x * 128ll, n0 = blockIdx.y * (GATED ? 64ll : 128ll);
-    const i64 split = GATED ? b1 - b0 - 64 * p.b_col : 0;
+    const i64 split = b1 - b0 - 64 * p.b_col;
     const int ty = threadIdx.x / 16 * 4, tx = threadIdx.x % 16 * 4;
     const Fetch fetch_a(p.a_col == 1), fetch_b(p.b_row == 1);
     float acc[8][8] = {}, va[4], vb[4];
     int now = 1;
     for (i64 k0 = -DEPTH; k0 < p.K; k0 += DEPTH, now ^= 1) {  // the first round only fetches
         if (k0 + DEPTH < p.K) {
-            fetch_a.load(va, a, 0, m0, k0 + DEPTH, p.M, p.K, p.a_row, p.a_col);
-            fetch_b.load(vb, b0, split, n0, k0 + DEPTH, p.N, p.K, p.b_col, p.b_row);
+            fetch_a.load<false>(va, a, 0, m0, k0 + DEPTH, p.M, p.K, p.a_row, p.a_col);
+            fetch_b.load<GATED>(vb, b0, split, n0, k0 + DEPTH, p.N, p.K, p.b_col, p.b_row);
         }
         if (k0 >= 0)
 #pragma unroll 2
