@@ -17,7 +17,7 @@ from autokernel.compare import Comparison, compare, same_bits
 from autokernel.inputs import fill, fresh_generator, perturb
 from autokernel.source import KernelSource
 from autokernel.spec import STAGES, Case, OpSpec
-from autokernel.worker import Layout, Worker, WorkerFailure
+from autokernel.worker import Layout, Worker, WorkerFailure, strings
 
 START_SECONDS = 180  # import torch, open the device; a cold disk takes a minute
 OUTCOMES = ("PASS", "FAIL", "TIMEOUT", "CRASH")
@@ -142,24 +142,44 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
         return "output shares memory with an input"
     if out["aliases_previous"]:
         return "output shares memory with the previous call's output, which is still in use: allocate a new one"
+    if out["requires_grad"]:
+        return "output requires a gradient: work on detached tensors"
     if reply["late"]:
         return "output changed after the call had returned: work was left running"
+    if left := strings(reply["left"]):
+        return f"kernel_fn left something behind: {', '.join(left)[:300]}"
     return ""
+
+
+def ask_once(bench: Bench, worker: Worker, case: Case, private: torch.Tensor, limits: Limits, wait: float | None = None):
+    """Stage `private`, call the kernel, weigh what it returned but not its values. Returns the reply and the fault."""
+    layout = bench.layout(case)
+    worker.stage(layout, private)
+    reply = worker.call(layout, case.scalars, limits.call, bench.random_wait() if wait is None else wait)
+    fault = reply_fault(reply, layout)
+    if not fault and not worker.inputs_untouched(layout, private):
+        fault = "an input, or memory beside it, was overwritten"
+    return reply, fault
+
+
+def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
+    """What is wrong with the values of the last call's output; the right ones are computed only now.
+
+    So until the answer came, the right answer to these inputs existed nowhere; and the arena is looked at again after.
+    """
+    layout = bench.layout(case)
+    result = bench.judged(case, layout, private, worker.output(layout))
+    if result.ok and not worker.output_settled(layout):
+        return "output was written after the call had been answered: work was left running"
+    return result.reason
 
 
 def call_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
     """Run one case with fresh content; "" if right, else why not."""
-    layout = bench.layout(case)
-    private = bench.draw(case, layout)
-    worker.stage(layout, private)
-    reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+    private = bench.draw(case, bench.layout(case))
+    reply, fault = ask_once(bench, worker, case, private, limits)
     replies.append(reply)
-    fault = reply_fault(reply, layout)
-    if not fault and not worker.inputs_untouched(layout, private):
-        fault = "an input, or memory beside it, was overwritten"
-    if fault:
-        return fault
-    return bench.judged(case, layout, private, worker.output(layout)).reason
+    return fault or value_fault(bench, worker, case, private)
 
 
 def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
@@ -167,13 +187,12 @@ def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, 
     layout = bench.layout(case)
     private, first = bench.draw(case, layout), None
     for content in (private, bench.draw(case, layout), private, private):
-        worker.stage(layout, content)
-        reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+        reply, fault = ask_once(bench, worker, case, content, limits)
         replies.append(reply)
-        if fault := reply_fault(reply, layout):
+        if fault:
             return fault
         if content is private:
-            out = worker.output(layout).clone()
+            out = worker.output(layout)
             if first is not None and not same_bits(first, out):
                 differing = int((first != out).sum())
                 return f"{differing} of {out.numel()} elements differ between two runs on the same inputs"
@@ -189,15 +208,11 @@ def near_duplicate_fault(bench: Bench, worker: Worker, case: Case, limits: Limit
     layout = bench.layout(case)
     private = bench.draw(case, layout)
     for _ in range(2):
-        worker.stage(layout, private)
-        reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+        reply, fault = ask_once(bench, worker, case, private, limits)
         replies.append(reply)
-        if fault := reply_fault(reply, layout):
-            return fault
-        result = bench.judged(case, layout, private, worker.output(layout))
-        if not result.ok:
-            return f"after one element changed: {result.reason}"
-        target = next(iter(layout.views(private).values()))
+        if fault := fault or value_fault(bench, worker, case, private):
+            return f"after one element changed: {fault}"
+        target = random.SystemRandom().choice([t for t in layout.views(private).values() if t.is_floating_point()])
         at = tuple(random.SystemRandom().randrange(n) for n in target.shape)
         target[at] = 8.0 + abs(target[at])
     return ""

@@ -21,11 +21,12 @@ from autokernel import gpu, ops
 from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.records import RunRecord, now
+from autokernel.review import vendor_calls
 from autokernel.source import KernelError, read_kernel
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.targets import Target, active_target
-from autokernel.timing import Timing, time_case
-from autokernel.worker import WorkerFailure, run_folder
+from autokernel.timing import Timing, foul_play, time_case
+from autokernel.worker import Worker, WorkerFailure, run_folder
 
 # the key block, in order; every run prints every key, `n/a` where there is no number
 KEYS = (
@@ -105,6 +106,9 @@ class _Session:
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
         timed = self._timed_cases(bench, primary)
+        # read before the kernel runs: nothing it does can move the physical floor
+        self.gpu = gpu.detect() if bench.on_gpu else None
+        self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
         if not timed:
             raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
         every = cases + timed
@@ -146,32 +150,37 @@ class _Session:
 
     def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
         self._start_others(bench, workers)
-        device = gpu.detect() if bench.on_gpu else None
-        calibration = gpu.load_calibration(device) if device else None
-        rows = []
+        device, calibration = self.gpu, self.calibration
+        timings = []
         for case in timed:
             timing = time_case(
                 bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
             )
             if timing.invalid:
                 return {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
-            rows.append(size_values(bench, timing, device, calibration))
+            timings.append(timing)
         # a target's own shape comes first; otherwise the spec names the size that stands for the operator
-        primary = next((r for r in rows if r["size"] == self.spec.primary and not self.target), rows[0])
-        values = primary | {"sizes": rows}
-        if self.options.profile:
-            values["profile"] = self._profiled(bench, workers["candidate"], timed[rows.index(primary)])
-        return values | workers["candidate"].ask("resources", 30)["resources"]
+        main = next((t for t in timings if t.case.name == self.spec.primary and not self.target), timings[0])
+        extra = self._looked_into(bench, workers["candidate"], main.case)
+        if fault := foul_play(bench, timings, workers, self.limits):
+            return {"correctness": "FAIL", "reason": fault}
+        rows = [size_values(bench, timing, device, calibration) for timing in timings]
+        return rows[timings.index(main)] | {"sizes": rows} | extra
 
-    def _profiled(self, bench: Bench, worker, case: Case) -> list[dict[str, Any]]:
-        """Chrome trace to workspace/profile/trace.json, and the candidate's kernels with their times."""
+    def _looked_into(self, bench: Bench, worker: Worker, case: Case) -> dict[str, Any]:
+        """What the kernel is made of: resources, library calls, and a profile if one was asked for."""
         layout = bench.layout(case)
         worker.stage(layout, bench.draw(case, layout))
-        kernels = worker.call(layout, case.scalars, self.limits.call, profile=True)["kernels"]
-        folder = workspace() / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
-        return kernels
+        values: dict[str, Any] = worker.resources()
+        library = vendor_calls(*worker.audit(layout, case.scalars, self.limits.call))
+        values |= {"vendor_library": bool(library), "vendor_calls": library, "confinement": worker.confinement}
+        if self.options.profile:
+            values["profile"] = worker.profile(layout, case.scalars, self.limits.call)
+            folder = workspace() / "profile"
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (worker.folder / "trace.json").is_symlink():
+                shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
+        return values
 
     def _start_others(self, bench: Bench, workers) -> None:
         for name in ("baseline", "compiled"):
