@@ -34,6 +34,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+DEVICES = ("CPU", "CUDA")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -139,8 +140,7 @@ class Runner:
         if "op" in request:
             self.function, module = self._baseline(request), None
         else:
-            self.originals = watched(self.torch)
-            self.bound = {k: v for k, v in vars(self).items() if callable(v)}
+            self.originals = watched(self.torch, self)
             # neither `import __main__` nor the garbage collector's lists lead the kernel to this object
             sys.modules["__main__"] = types.ModuleType("__main__")
             gc.collect()
@@ -178,13 +178,13 @@ class Runner:
 
     def inspect(self, request: dict) -> dict:
         """Names of functions that were replaced since the kernel was loaded."""
-        changed = [
-            f"{name}.{key}"
-            for name, (owner, members) in self.originals.items()
-            for key, value in members.items()
-            if vars(owner).get(key) is not value and (name, key) != ("torch", "manual_seed")  # torch._dynamo wraps it
-        ]
-        changed += [f"the runner's {k}" for k, v in self.bound.items() if k != "function" and vars(self).get(k) is not v]
+        changed = []
+        for name, (owner, members) in self.originals.items():
+            now = functions_of(owner)
+            expected = members if owner is not self else members | {"function": now["function"]}
+            names = now.keys() | expected.keys() if owner is self else expected.keys()
+            changed += [f"{name}.{key}" for key in names if now.get(key) != expected.get(key)]
+        changed = [name for name in changed if name != "torch.manual_seed"]  # torch._dynamo wraps it
         return {"changed": changed[:20]}
 
     # ---- one call ----------------------------------------------------------------------------------------------
@@ -202,9 +202,10 @@ class Runner:
         stage, work, count = request["stage"], request["work"], request["bytes"]
         source, target = self.arena[stage : stage + count], self.arena[work : work + count]
         output = self.tensor(request["output"], "start")
-        kwargs.update(request["scalars"])
+        before = {name: facts_of(tensor) for name, tensor in kwargs.items()}
         run = self._timed_gpu if self.on_gpu else self._timed_cpu
-        out, reply = run(source, target, output, kwargs, request)
+        out, reply = run(source, target, output, kwargs | request["scalars"], request)
+        reply["left"] += [f"another tensor in place of {k}" for k, v in before.items() if facts_of(kwargs[k]) != v]
         reply["out"] = self._describe(out, request)
         self._release(out, request["poison"])
         return reply
@@ -228,7 +229,8 @@ class Runner:
         intervals = {"before_s": (first, start), "device_s": (start, end), "after_s": (end, done)}
         times = {name: self.elapsed(*pair) / 1e3 for name, pair in intervals.items()}
         peak = self.torch.cuda.max_memory_allocated() - self.flush.numel() * 4
-        return out, {**times, "host_s": ended - began, "late": self._late(out, output), "peak_bytes": peak, "left": left}
+        times["host_s"] = ended - began
+        return out, {**times, "late": self._late(out, output), "peak_bytes": peak, "left": left}
 
     def _timed_cpu(self, source, target, output, kwargs, request):
         self.copy_(target, source)
@@ -278,28 +280,18 @@ class Runner:
 
     def audit(self, request: dict) -> dict:
         """One more call, watched: which PyTorch operators it runs, and the names of the device's kernels."""
-        from torch.profiler import ProfilerActivity, profile
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        names: set[str] = set()
-
-        class Listen(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-                names.add(str(function))
-                return function(*args, **(kwargs or {}))
-
         kwargs = {name: self.tensor(spec, "work") for name, spec in request["inputs"].items()} | request["scalars"]
         stage, work, count = request["stage"], request["work"], request["bytes"]
         self.copy_(self.arena[work : work + count], self.arena[stage : stage + count])
-        with Listen():
+        # torch.profiler and TorchDispatchMode import all of torch._dynamo, which takes seconds; this does not
+        profile = self.torch.autograd.profiler.profile(use_device="cuda" if self.on_gpu else None, use_kineto=True)
+        with profile as seen:
             self.function(**kwargs)
-        if not self.on_gpu:
-            return {"operators": sorted(names), "kernels": []}
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            self.function(**kwargs)
-            self.synchronize()
-        kernels = {event.name for event in profiler.events() if event.device_type.name == "CUDA"}
-        return {"operators": sorted(names), "kernels": sorted(k[:300] for k in kernels)}
+            if self.on_gpu:
+                self.synchronize()
+        names = {kind: {e.name[:300] for e in seen.function_events if e.device_type.name == kind} for kind in DEVICES}
+        operators, kernels = {n for n in names["CPU"] if n.startswith("aten::")}, names["CUDA"]
+        return {"operators": sorted(operators), "kernels": sorted(kernels)}
 
     def _state(self) -> dict:
         """Whatever a call could leave behind that outlives it, by the name a reader knows."""
@@ -394,6 +386,11 @@ def settings_of(torch) -> dict[str, Callable]:
     }
 
 
+def facts_of(tensor) -> tuple:
+    """What a tensor is besides its values."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, len(vars(tensor))
+
+
 def value_of(getter: Callable) -> object:
     """What a getter returns; PyTorch raises where its old and new precision settings were mixed."""
     try:
@@ -411,15 +408,20 @@ def l2_without_persistence() -> Callable[[], object]:
     return lambda: (set_limit(), reset())
 
 
-def watched(torch) -> dict[str, tuple[object, dict]]:
+def watched(torch, runner) -> dict[str, tuple[object, dict]]:
     """What a careless or hostile kernel might replace: modules and types by name, with the callables they hold now."""
     owners = {
         "builtins": builtins, "time": time, "json": json, "struct": struct, "os": os, "gc": gc, "operator": operator,
         "functools": functools, "socket.socket": socket.socket, "torch": torch, "torch.Tensor": torch.Tensor,
         "torch.cuda": torch.cuda, "torch.cuda.Event": torch.cuda.Event, "torch.cuda.Stream": torch.cuda.Stream,
-        "the runner": Runner, "the runner's module": sys.modules[__name__],
+        "Runner": Runner, "runner": runner, "__main__": sys.modules[__name__],
     }  # fmt: skip
-    return {name: (owner, {k: v for k, v in vars(owner).items() if callable(v)}) for name, owner in owners.items()}
+    return {name: (owner, functions_of(owner)) for name, owner in owners.items()}
+
+
+def functions_of(owner) -> dict[str, tuple[object, object]]:
+    """Callables of a module, type or object by name, each with its code, which can be swapped as well."""
+    return {k: (v, getattr(v, "__code__", None)) for k, v in vars(owner).items() if callable(v)}
 
 
 def error_of(error: BaseException) -> dict:
@@ -446,6 +448,7 @@ def main(fd: int, writable: list[str]) -> None:
     sock = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
     confinement = confine(writable) if writable else "off"
+    import torch  # noqa: F401 - takes seconds: begun before the first request
     runner: Runner | None = None
     while (request := receive(sock)) is not None:
         try:

@@ -151,7 +151,9 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
     return ""
 
 
-def ask_once(bench: Bench, worker: Worker, case: Case, private: torch.Tensor, limits: Limits, wait: float | None = None):
+def ask_once(
+    bench: Bench, worker: Worker, case: Case, private: torch.Tensor, limits: Limits, wait: float | None = None
+) -> tuple[dict[str, Any], str]:
     """Stage `private`, call the kernel, weigh what it returned but not its values. Returns the reply and the fault."""
     layout = bench.layout(case)
     worker.stage(layout, private)
@@ -204,18 +206,27 @@ def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, 
 
 
 def near_duplicate_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
-    """Two calls whose inputs differ in one random element: the second answer must follow it."""
+    """Calls whose inputs differ in one random element, or in the order of two: each answer must follow."""
     layout = bench.layout(case)
     private = bench.draw(case, layout)
-    for _ in range(2):
+    for change in ("", "one element changed", "two elements swapped", "one element changed"):
+        _nudge(layout.views(private), change)
         reply, fault = ask_once(bench, worker, case, private, limits)
         replies.append(reply)
         if fault := fault or value_fault(bench, worker, case, private):
-            return f"after one element changed: {fault}"
-        target = random.SystemRandom().choice([t for t in layout.views(private).values() if t.is_floating_point()])
-        at = tuple(random.SystemRandom().randrange(n) for n in target.shape)
-        target[at] = 8.0 + abs(target[at])
+            return f"after {change}: {fault}" if change else fault
     return ""
+
+
+def _nudge(tensors: dict[str, torch.Tensor], change: str) -> None:
+    """Change one random element of a random tensor, or swap two."""
+    dice = random.SystemRandom()
+    target = dice.choice([t for t in tensors.values() if t.is_floating_point() and t.numel() > 1])
+    here, there = (tuple(dice.randrange(n) for n in target.shape) for _ in range(2))
+    if change == "one element changed":
+        target[here] = 8.0 + abs(target[here])
+    elif change == "two elements swapped":
+        target[here], target[there] = target[there].clone(), target[here].clone()
 
 
 def run_stages(

@@ -84,11 +84,11 @@ def _remembering(function: ast.FunctionDef, containers: set[str]) -> Iterator[tu
 
 # operators that allocate, copy or look at memory in another way, and compute nothing
 PLAIN = re.compile(
-    r"aten\.(_?empty\w*|new_\w+|zeros\w*|ones\w*|full\w*|fill_?|zero_?|copy_?|_to_copy|to|clone|contiguous|detach_?|"
+    r"aten::(_?empty\w*|new_\w+|zeros\w*|ones\w*|full\w*|fill_?|zero_?|copy_?|_to_copy|to|clone|contiguous|detach_?|"
     r"alias|view\w*|_unsafe_view|_reshape\w*|reshape\w*|as_strided\w*|t|transpose_?|permute|expand\w*|slice|select|"
     r"squeeze_?|unsqueeze_?|split\w*|unbind|chunk|narrow|unfold|diagonal|flatten|unflatten|movedim|lift_fresh|"
     r"resize_|set_|arange|item|_local_scalar_dense|is_\w+|size|stride|numel|_conj|record_stream|"
-    r"broadcast_to|scalar_tensor|tensor|pin_memory|_pin_memory|equal|storage_offset)(\.|$)"
+    r"broadcast_to|scalar_tensor|tensor|pin_memory|_pin_memory|equal|storage_offset|resolve_conj|resolve_neg)$"
 )
 LIBRARY_KERNELS = re.compile(
     r"cublas|cudnn|cutlass::|nvjet|xmma|gemvx?|gemmk?|splitKreduce|s\d+gemm|sgemm|hgemm|fmha|pytorch_flash|"
@@ -102,5 +102,5 @@ def vendor_calls(operators: list[str], kernels: list[str]) -> list[str]:
 
     Recognised by name, so a library's code under another name is not seen.
     """
-    found = [name for name in operators if name.startswith("aten.") and not PLAIN.match(name)]
+    found = [name for name in operators if name.startswith("aten::") and not PLAIN.match(name)]
     return found + [k for k in kernels if LIBRARY_KERNELS.search(k) and not COPY_KERNELS.search(k)]

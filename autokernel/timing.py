@@ -3,8 +3,8 @@
 Each is its own child process, so each is measured under the same conditions. One repetition draws new content, hands it
 to every child, and calls them one after the other, the order reversed every time, so that drift in clocks and
 temperature cancels in the ratios. The number of repetitions follows from PyTorch's time, never from the candidate's.
-Every timed output is checked: against PyTorch's, or against the oracle where the judge chooses to, one call of hard
-content among them. All answers to check by are computed after the candidate's own has come.
+Every timed output is checked: against PyTorch's, or against the oracle where the judge chooses to; calls with the hard
+contents of the stability stage come between. All answers to check by are computed after the candidate's own has come.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ FLOOR_SLACK = 0.90  # a time below this share of the physical floor is impossibl
 CLOCK_SLACK_S = 30e-6  # what the judge's clock may see beside the child's, compared with PyTorch's child
 CPU_CLOCK_SLACK_S = 3e-3
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
+OUTSIDE = "that the child's does not: work outside the timed window"
 BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process over without it
 
 
@@ -129,30 +130,37 @@ def time_case(
     timing = Timing(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in workers})
     timing.wait, repetitions = _warm_up(bench, case, layout, workers, limits)
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
-    answered = bench.draw(case, layout)
-    for index in range(repetitions):
-        # among the timed calls is one of hard content: a kernel for easy numbers only does not know when it comes
-        asked = _hard(bench, case) if index == oracle[0] else case
+    plan = [*range(repetitions), *_hard(bench, case)]
+    random.SystemRandom().shuffle(plan)
+    answered, turn = bench.draw(case, layout), 0
+    for step in plan:
+        asked = step if isinstance(step, Case) else case
         private = bench.draw(asked, layout)
-        for name in workers if index % 2 == 0 else reversed(workers):
+        turn += 1
+        for name in ["candidate"] if asked is step else list(workers)[:: 1 if turn % 2 else -1]:
             # the others get what the candidate has answered before: nobody else ever holds an answer it could use
             content = private if name == "candidate" else answered
             reply, fault = ask_once(bench, workers[name], case, content, limits, timing.wait)
-            timing.samples[name].add(reply)
-            if name == "candidate" and not fault:
-                fault = _wrong(bench, asked, workers[name], private, index in oracle)
-            if name == "candidate" and fault:
-                timing.invalid = fault
-                return timing
+            if asked is not step:
+                timing.samples[name].add(reply)
+            if name == "candidate":
+                timing.invalid = fault or _wrong(bench, asked, workers[name], private, asked is step or step in oracle)
+                if timing.invalid:
+                    return timing
         answered = private
     timing.invalid = _impossible(bench, timing, gpu, calibration)
     return timing
 
 
-def _hard(bench: Bench, case: Case) -> Case:
-    """The case with one of the contents of the stability stage, chosen at random."""
-    contents = [*bench.spec.stability.values()] or [case.content]
-    return replace(case, stage="numerical_stability", content=random.SystemRandom().choice(contents))
+def _hard(bench: Bench, case: Case) -> list[Case]:
+    """The case with contents of the stability stage: asked between the timed calls, not timed.
+
+    So a kernel that handles only easy numbers at the timed sizes is found out: it cannot tell which call is which.
+    """
+    contents = list(bench.spec.stability.values())
+    if not bench.on_gpu:
+        contents = random.SystemRandom().sample(contents, min(2, len(contents)))
+    return [replace(case, stage="numerical_stability", content=content) for content in contents]
 
 
 def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -> str:
@@ -217,16 +225,16 @@ def _hidden_on_gpu(timing: Timing) -> str:
     if early > 10e-6 + 0.1 * statistics.median(theirs.before):
         return f"{early * 1e6:.0f} us of work ran before the call's start event"
     if timing.clock_gap > CLOCK_SLACK_S + 0.1 * timing.seconds("baseline"):
-        return f"the judge's clock sees {timing.clock_gap * 1e6:.0f} us that the child's does not: work outside the window"
+        return f"the judge's clock sees {timing.clock_gap * 1e6:.0f} us {OUTSIDE}"
     return ""
 
 
 def _hidden_on_cpu(timing: Timing) -> str:
-    """The same by the judge's clock alone. The quietest call against PyTorch's noisiest: other programs run here too."""
+    """The same by the judge's clock alone: the quietest call against PyTorch's noisiest, as other programs run here."""
     ours, theirs = timing.samples["candidate"], timing.samples["baseline"]
     extra = min(ours.overhead) - max(theirs.overhead)
     if extra > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
-        return f"the judge's clock sees {extra * 1e3:.1f} ms that the child's does not: work outside the window"
+        return f"the judge's clock sees {extra * 1e3:.1f} ms {OUTSIDE}"
     return ""
 
 
@@ -239,6 +247,8 @@ def foul_play(bench: Bench, timings: list[Timing], workers: dict[str, Worker], l
     Functions it replaced, processes and threads it keeps, and whether PyTorch is faster once it is gone.
     """
     candidate = workers["candidate"]
+    if moved := [name for name, worker in workers.items() if worker.rescheduled()]:
+        return f"priority or processors of {', '.join(moved)} were changed"
     if replaced := candidate.replaced():
         return f"kernel.py replaced {', '.join(replaced)[:300]}"
     if companions := candidate.companions():
@@ -247,16 +257,22 @@ def foul_play(bench: Bench, timings: list[Timing], workers: dict[str, Worker], l
     if busy > 0.25 or wakes > 400:
         return f"kernel.py keeps working between calls: {100 * busy:.0f} % of a core, {wakes:.0f} wake-ups a second"
     candidate.kill()
-    factor, slack = (BASELINE_FACTOR, 5e-6) if bench.on_gpu else (CPU_BASELINE_FACTOR, CPU_CLOCK_SLACK_S)
     for timing in timings:
-        layout = bench.layout(timing.case)
         for name in timing.samples.keys() - {"candidate"}:
-            private = bench.draw(timing.case, layout)
+            private = bench.draw(timing.case, bench.layout(timing.case))
             replies = [ask_once(bench, workers[name], timing.case, private, limits, timing.wait)[0] for _ in range(5)]
-            alone, beside = statistics.median(r["device_s"] for r in replies), timing.seconds(name)
-            if beside > factor * alone + slack:
+            alone, beside = [r["device_s"] for r in replies], timing.samples[name].device
+            if _disturbed(alone, beside, bench.on_gpu):
+                by, without = statistics.median(beside) * 1e6, statistics.median(alone) * 1e6
                 return (
-                    f"{name} took {beside * 1e6:.0f} us at {timing.case.label} beside kernel.py and {alone * 1e6:.0f} us "
-                    "without it: the kernel's process disturbs what it is compared with"
+                    f"{name} at {timing.case.label} took {by:.0f} us beside kernel.py, {without:.0f} us without it: "
+                    "the kernel's process disturbs what it is compared with"
                 )
     return ""
+
+
+def _disturbed(alone: list[float], beside: list[float], on_gpu: bool) -> bool:
+    """Whether a time is too long to be chance. On a CPU, where other programs run: the quickest against the slowest."""
+    if on_gpu:
+        return statistics.median(beside) > BASELINE_FACTOR * statistics.median(alone) + 5e-6
+    return min(beside) > CPU_BASELINE_FACTOR * max(alone) + CPU_CLOCK_SLACK_S

@@ -1,10 +1,10 @@
 """The judge's hold on a child process: start it, share memory with it, ask it for one call at a time, end it for good.
 
-A child has its own session, an allow-listed environment, an isolated interpreter, private folders and the confinement of
-sandbox.py. Tensors are shared through one arena of bytes (CUDA IPC on a GPU, anonymous memory otherwise) with two input
-regions: the stage, which the judge writes, and the working copy, which the kernel reads, and which the judge compares
-bit for bit with its own private copy after the call, the random bytes between the tensors included. The output is copied
-out of the arena the moment the answer comes, and compared with the arena once more when the judge has computed its own.
+A child has its own session, an allow-listed environment, an isolated interpreter, private folders and the confinement
+of sandbox.py. Tensors are shared through one arena of bytes (CUDA IPC on a GPU, anonymous memory otherwise) with two
+input regions: the stage, which the judge writes, and the working copy, which the kernel reads, and which the judge
+compares bit for bit with its own private copy after the call, the random bytes between the tensors included. The output
+is copied out of the arena the moment the answer comes, and compared with it again when the judge has computed its own.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Worker:
                 preexec_fn=_die_with_parent,
             )
         Worker.started.add(self.process.pid)
+        self.scheduling = _scheduling(self.process.pid)
 
     started: ClassVar[set[int]] = set()  # process ids of all workers: any other child in a foreign session is a stray
 
@@ -307,6 +308,10 @@ class Worker:
         """Living processes that the child started, those that left its session included."""
         return [pid for pid in _strays(self.process.pid) if pid != self.process.pid]
 
+    def rescheduled(self) -> bool:
+        """Whether somebody changed the child's or the judge's priority or processors."""
+        return self.scheduling != _scheduling(self.process.pid)
+
     def idle_activity(self, seconds: float = 0.1) -> tuple[float, float]:
         """What the child does while nobody asks it anything: share of a core, and wake-ups per second.
 
@@ -404,6 +409,12 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def _scheduling(pid: int) -> list[Any]:
+    """Priority, policy and processors of a process and of this one."""
+    ask = (lambda p: os.getpriority(os.PRIO_PROCESS, p), os.sched_getscheduler, os.sched_getaffinity)
+    return [get(p) for get in ask for p in (pid, 0)]
+
+
 def _adopt_orphans() -> None:
     """A process whose parent died becomes this process's child, not init's: so a daemon of a kernel stays in reach."""
     with contextlib.suppress(OSError, AttributeError):
@@ -411,7 +422,7 @@ def _adopt_orphans() -> None:
 
 
 def _strays(worker: int) -> list[int]:
-    """Living descendants of a worker, and orphans: children of this process in a foreign session that are no workers."""
+    """Living descendants of a worker, and orphans: this process's children in a foreign session that are no workers."""
     processes: dict[int, tuple[int, int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
