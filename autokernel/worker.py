@@ -1,7 +1,6 @@
-"""The judge's hold on a child process: start it, share memory with it, ask it for one call at a time, end it for good.
+"""The judge's hold on a child process: share memory with it, ask it for one call at a time, end it for good.
 
-A child has its own session, an allow-listed environment, an isolated interpreter and private folders. Tensors are
-shared through one arena of bytes (CUDA IPC on a GPU, a mapped file otherwise) with two input regions: the stage, which
+Tensors are shared through one arena of bytes (CUDA IPC on a GPU, a mapped file otherwise) with two input regions: the stage, which
 the judge writes, and the working copy, which the kernel reads, and which the judge compares bit for bit with its own
 private copy after the call, the random bytes between the tensors included.
 """
@@ -10,18 +9,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import json
-import os
 import random
-import secrets
-import shutil
 import signal
-import socket
 import struct
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,16 +22,11 @@ from typing import Any
 
 import torch
 
-from autokernel.paths import cache_dir, workspace
+from autokernel.paths import cache_dir
+from autokernel.process import Child
 from autokernel.spec import TensorSpec
 
-CHILD = Path(__file__).with_name("child.py")
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
-KEPT_VARIABLES = (
-    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES",
-    "CUTLASS_PATH", "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS",
-    "CC", "CXX",
-)  # fmt: skip
 
 
 class WorkerFailure(Exception):
@@ -90,38 +77,20 @@ def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
 class Worker:
     """One child process and the arena shared with it."""
 
-    def __init__(self, device: torch.device, run_dir: Path, name: str, cache_key: str, arena_bytes: int):
-        self.device, self.name = device, name
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=run_dir))
-        self.nonce = secrets.token_hex(16)
-        self.log = self.folder / "output.log"
+    def __init__(self, child: Child, device: torch.device, cache_key: str, arena_bytes: int):
+        self.child, self.device, self.arena_bytes = child, device, arena_bytes
         self.cache = cache_dir() / "kernels" / cache_key
-        self.arena_bytes = arena_bytes
-        ours, theirs = socket.socketpair()
-        self.sock = ours
-        with theirs, open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", str(CHILD), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                cwd=self.folder,
-                env=self._environment(),
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
         self._count = 0
 
+    @property
+    def folder(self) -> Path:
+        return self.child.folder
+
     def _environment(self) -> dict[str, str]:
-        kept = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
-        private = {"HOME": self.folder, "TMPDIR": self.folder, "TRITON_CACHE_DIR": self.cache / "triton"}
-        private |= {"TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor", "AUTOKERNEL_CACHE": cache_dir()}
-        kept |= {k: str(v) for k, v in private.items()}
-        if self.device.type == "cpu":
-            kept["TRITON_INTERPRET"] = "1"
-        # PyTorch's event handles and Triton's compiler threads need no more than this
-        return kept | {"AUTOKERNEL_RUN": self.nonce, "PYTHONDONTWRITEBYTECODE": "1"}
+        """Where compilers keep what they made: apart for each source, so that no kernel finds another's files."""
+        places = {"TRITON_CACHE_DIR": self.cache / "triton", "TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor"}
+        places["AUTOKERNEL_CACHE"] = cache_dir()
+        return {k: str(v) for k, v in places.items()} | ({"TRITON_INTERPRET": "1"} if self.device.type == "cpu" else {})
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -139,7 +108,10 @@ class Worker:
             self.arena = torch.from_file(str(path), shared=True, size=self.arena_bytes, dtype=torch.uint8)
             described = {"kind": "file", "path": str(path)}
         described["bytes"] = self.arena_bytes
-        self.ask("setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes)
+        self.ask(
+            "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
+            environment=self._environment(),
+        )  # fmt: skip
 
     def stage(self, layout: Layout, private: torch.Tensor) -> None:
         """Write the inputs, and noise over the output."""
@@ -190,18 +162,18 @@ class Worker:
         started = time.perf_counter()
         deadline = time.monotonic() + timeout
         try:
-            self.sock.settimeout(timeout)
-            self.sock.sendall(struct.pack("<I", len(message)) + message)
+            self.child.sock.settimeout(timeout)
+            self.child.sock.sendall(struct.pack("<I", len(message)) + message)
             head = self._read(4, deadline)
             answer = json.loads(self._read(min(struct.unpack("<I", head)[0], 1 << 24), deadline))
         except TimeoutError:
-            self.kill()
+            self.child.kill()
             raise WorkerFailure("TIMEOUT", f"no answer within {timeout:.0f} s, killed") from None
         except (OSError, ValueError) as error:
             raise self._gone(error) from None
         wall = time.perf_counter() - started
         if not isinstance(answer, dict) or answer.get("id") != self._count:
-            self.kill()
+            self.child.kill()
             raise WorkerFailure("CRASH", "the child answered out of turn")
         if "error" in answer:
             raise _reported(answer["error"])
@@ -213,8 +185,8 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            self.sock.settimeout(left)
-            part = self.sock.recv(count - len(data))
+            self.child.sock.settimeout(left)
+            part = self.child.sock.recv(count - len(data))
             if not part:
                 raise ConnectionError("closed")
             data += part
@@ -222,32 +194,19 @@ class Worker:
 
     def _gone(self, error: Exception) -> WorkerFailure:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
-        self.kill()
-        code = self.process.returncode
+            self.child.process.wait(2)
+        self.child.kill()
+        code = self.child.process.returncode
         if code is not None and code < 0 and code != -signal.SIGKILL:
             how = f"killed by {signal.Signals(-code).name}"
         else:
             how = f"ended by itself with exit code {code}" if code != -signal.SIGKILL else f"gave no answer ({error})"
-        tail = self.log.read_text(errors="replace")[-2000:].strip() if self.log.exists() else ""
+        tail = self.child.log.read_text(errors="replace")[-2000:].strip() if self.child.log.exists() else ""
         return WorkerFailure("CRASH", f"the kernel's process {how}", tail)
 
-    # ---- the end -----------------------------------------------------------------------------------------------
-
-    def kill(self) -> None:
-        """End the child's process group and whatever left it, and wait until they are gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pid in _marked(self.nonce):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
     def close(self) -> None:
-        self.kill()
-        self.sock.close()
+        self.child.close()
         self.arena = None
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _reported(error: Mapping[str, Any]) -> WorkerFailure:
@@ -264,34 +223,3 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 
 def _coded(value: Any) -> Any:
     return "b" + base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
-
-def _die_with_parent() -> None:
-    """A child must not outlive a judge that is killed (Linux; elsewhere it ends when the socket closes)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _marked(nonce: str) -> list[int]:
-    """Processes that carry this child's mark in their environment: forks that left the process group."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if nonce.encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
-                found.append(int(entry.parent.name))
-    return found
-
-
-@contextlib.contextmanager
-def run_folder():
-    """A private folder under workspace/runs for one run of the judge; leftovers of killed runs are removed."""
-    base = workspace() / "runs"
-    base.mkdir(parents=True, exist_ok=True)
-    for old in base.iterdir():
-        if old.name.split("-")[0].isdigit() and not Path(f"/proc/{old.name.split('-')[0]}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
