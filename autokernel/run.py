@@ -170,7 +170,7 @@ class _Session:
         """Chrome trace to workspace/profile/trace.json, and the candidate's kernels with their times."""
         layout = bench.layout(case)
         worker.stage(layout, bench.draw(case, layout))
-        kernels = worker.call(layout, case.scalars, self.limits.call, profile=True)["kernels"]
+        kernels = worker.call(layout, case.scalars, self.limits.call, do="profile")["kernels"]
         folder = workspace() / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
@@ -233,8 +233,9 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
         "speedup_vs_pytorch": pytorch.value,
         "speedup_vs_pytorch_spread": pytorch.spread,
         "noise_pct": 100 * timing.noise,
-        "launch_us": statistics.median(timing.samples["candidate"].host) * 1e6,
+        "launch_us": timing.launch_seconds * 1e6,
         "repetitions": len(timing.samples["candidate"].device),
+        "wall_us": {n: round(statistics.median(sample.wall) * 1e6, 1) for n, sample in timing.samples.items()},
         "device_us": {n: [round(s * 1e6, 3) for s in sample.device] for n, sample in timing.samples.items()},
     }
     for name in ("pct_peak_compute", "pct_peak_bandwidth", "pct_measured_compute", "pct_measured_bandwidth"):

@@ -78,6 +78,7 @@ class Timing:
     flops: float
     bytes: int
     samples: dict[str, Sample]
+    launch_seconds: float = 0.0  # host time of one call among many back to back
     invalid: str = ""
 
     def seconds(self, name: str = "candidate") -> float:
@@ -122,6 +123,10 @@ def time_case(
         timing.invalid = timing.invalid or _wrong(bench, case, layout, private, workers, index in oracle)
         if timing.invalid:
             return timing
+    if bench.on_gpu:
+        timing.launch_seconds = workers["candidate"].call(layout, case.scalars, limits.call, do="launch")["host_s"]
+    else:
+        timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
     timing.invalid = _impossible(bench, timing, gpu, calibration)
     return timing
 

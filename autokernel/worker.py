@@ -1,8 +1,8 @@
 """The judge's hold on a child process: share memory with it, ask it for one call at a time, end it for good.
 
-Tensors are shared through one arena of bytes (CUDA IPC on a GPU, a mapped file otherwise) with two input regions: the stage, which
-the judge writes, and the working copy, which the kernel reads, and which the judge compares bit for bit with its own
-private copy after the call, the random bytes between the tensors included.
+Tensors are shared through one arena of bytes (CUDA IPC on a GPU, a mapped file otherwise) with two input regions: the
+stage, which the judge writes, and the working copy, which the kernel reads, and which the judge compares bit for bit
+with its own private copy after the call, the random bytes between the tensors included.
 """
 
 from __future__ import annotations
@@ -124,16 +124,20 @@ class Worker:
     def output(self, layout: Layout) -> torch.Tensor:
         return view_of(self.arena, 2 * layout.input_bytes, layout.output)
 
-    def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0,
-             profile: bool = False) -> dict[str, Any]:
-        """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned."""
+    def call(
+        self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0, do: str = "call"
+    ) -> dict[str, Any]:
+        """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
+
+        do: "call", or "profile" or "launch", which are measurements without a verdict.
+        """
         self._synchronize()
         described = {
             name: {**_described(spec), "work": layout.input_bytes + layout.starts[name], "offset": spec.offset}
             for name, spec in layout.inputs.items()
         }
         return self.ask(
-            "profile" if profile else "call",
+            do,
             timeout,
             inputs=described,
             output={**_described(layout.output), "start": 2 * layout.input_bytes},
