@@ -146,8 +146,10 @@ __device__ void pin(uint32_t (&r)[N]) {
 }
 template <typename T>
 __device__ uint32_t pack(float lo, float hi) {  // two 16-bit values, lo in the low half
-    T v[2] = {T(lo), T(hi)};
-    return *reinterpret_cast<uint32_t*>(v);
+    const T pair[2] = {T(lo), T(hi)};
+    uint32_t v;
+    memcpy(&v, pair, 4);
+    return v;
 }
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 

@@ -125,7 +125,7 @@ __device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i
         for (int i = 0; i < 4; ++i) {
             const int r = 16 * g + 4 * i + 2 * half_row;
             const T pair[2] = {T(d[r]), T(d[r + 1])};
-            v[i] = *reinterpret_cast<const uint32_t*>(pair);
+            memcpy(&v[i], pair, 4);
         }
 #pragma unroll
         for (int s = 1; s <= 2; s *= 2)
@@ -142,7 +142,7 @@ __device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i
         else
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (col + i < p.N) dst[i] = reinterpret_cast<T*>(v)[i];
+                if (col + i < p.N) memcpy(dst + i, reinterpret_cast<char*>(v) + 2 * i, 2);
     }
 }
 #endif

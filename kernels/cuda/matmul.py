@@ -115,7 +115,7 @@ __device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_
             T pair[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) pair[e] = T(d[r + e] + (bias && col + e < N ? float(bias[col + e]) : 0.f));
-            v[i] = *reinterpret_cast<uint32_t*>(pair);
+            memcpy(&v[i], pair, 4);
         }
 #pragma unroll
         for (int s = 1; s <= 2; s *= 2)
@@ -132,7 +132,7 @@ __device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_
         else
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (col + i < N) dst[i] = reinterpret_cast<T*>(v)[i];
+                if (col + i < N) memcpy(dst + i, reinterpret_cast<char*>(v) + 2 * i, 2);
     }
 }
 #endif
