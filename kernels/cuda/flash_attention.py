@@ -186,7 +186,7 @@ attention_wgmma(const __grid_constant__ CUtensorMap map_q, const __grid_constant
         }
     } else {  // consumers
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        const int lane = threadIdx.x % 32, wg = threadIdx.x / 128 - 1;
+        const int lane = threadIdx.x % 32, wg = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1;  // uniform
         const int row = q0 + wg * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // and row + 8
         const int seen[2] = {visible(p, row), visible(p, row + 8)}, seen_by_all = visible(p, q0 + wg * 64);
         float s[BN / 2], o[CHUNKS][32] = {}, row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {}, factor[2];
@@ -448,7 +448,8 @@ def kernel_fn(Q, K, V, causal=True, sm_scale=None):
     batch, heads, q_len, head_dim = Q.shape
     kv_heads, kv_len = K.shape[1], K.shape[2]
     if head_dim > HEAD_DIM_MAX or heads % kv_heads:
-        raise ValueError(f"flash_attention: head_dim {head_dim}, at most {HEAD_DIM_MAX}; heads {heads}, kv_heads {kv_heads}")
+        limits = f"head_dim at most {HEAD_DIM_MAX}, heads a multiple of kv_heads"
+        raise ValueError(f"flash_attention: head_dim {head_dim}, heads {heads}, kv_heads {kv_heads}; allowed: {limits}")
     if Q.dtype != torch.float32 and torch.cuda.get_device_capability(Q.device)[0] != 9:
         return kernel_fn(Q.float(), K.float(), V.float(), causal, sm_scale).to(Q.dtype)
     out = torch.empty(Q.shape, dtype=Q.dtype, device=Q.device)

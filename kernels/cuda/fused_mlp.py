@@ -75,7 +75,7 @@ __device__ void tma_load(uint32_t dst, const CUtensorMap* map, int inner, int ou
 
 // wgmma reads shared memory through a descriptor: address and strides in 16-byte units, 128-byte swizzle (1 << 62).
 // K-major operand: 8 rows of 128 bytes form a 1024-byte swizzle atom, and the next 8 rows lie 1024 bytes on. N-major:
-// an atom is 8 k-rows of 64 columns, the next 8 k-rows lie 1024 bytes on, the next 64 columns SLAB / 2 (K-major: unused).
+// an atom is 8 k-rows of 64 columns, the next 8 k-rows lie 1024 bytes on, the next 64 columns SLAB / 2 (else unused).
 __device__ uint64_t descriptor(uint32_t addr) {
     return (1ull << 62) | (64ull << 32) | (uint64_t(SLAB / 32) << 16) | ((addr & 0x3ffff) >> 4);
 }
@@ -156,7 +156,8 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
     __syncthreads();
 
     const int tiles_m = (p.M + BM - 1) / BM, tiles_n = (p.N + BN - 1) / BN;
-    const int slabs = (p.K + BK - 1) / BK, warpgroup = threadIdx.x / 128;
+    const int slabs = (p.K + BK - 1) / BK;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows it is uniform
     int stage = 0, phase = 0, m0, n0;
     auto advance = [&] { if (++stage == STAGES) stage = 0, phase ^= 1; };
     auto locate = [&](int tile) {  // GROUP_M row tiles share their column tiles while those are in L2
