@@ -14,6 +14,7 @@ Messages are length-prefixed JSON over one socket; neither side ever unpickles.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import json
@@ -245,9 +246,9 @@ class Runner:
     def resources(self, request: dict) -> dict:
         """Registers, spills and shared memory of the compiled kernels, the largest of each."""
         found = []
-        if "autokernel.cuda" in sys.modules:
-            cuda = sys.modules["autokernel.cuda"]
-            found += [r for m in cuda.loaded_modules() for r in m.resources.values()]
+        if cuda := sys.modules.get("autokernel.cuda"):
+            modules = [m for m in gc.get_objects() if type(m) is cuda.CudaModule]
+            found += [kernel for module in modules for kernel in module.resources.values()]
         if self.on_gpu and "triton" in sys.modules:
             from autokernel.cuda import triton_resources
 
