@@ -17,10 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from autokernel import report
 from autokernel.paths import repo_root
-from autokernel.run import GpuBusy, Options, UsageError, calibrate, run
-from autokernel.targets import TargetError
+from autokernel.process import launcher
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,13 +40,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    with launcher(ahead=0 if args.calibrate else 2 + bool(args.best)) as children:
+        return judge(args, children)
+
+
+def judge(args: argparse.Namespace, children) -> int:
+    # only now: the children import PyTorch while we do
+    from autokernel import report
+    from autokernel.run import GpuBusy, Options, UsageError, calibrate, run
+    from autokernel.targets import TargetError
+
     names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "best", "dtype", "timeout")
     try:
         if args.calibrate:
             print(report.calibration(calibrate()))
             return 0
         with report.progress() as progress:
-            record = run(Options(**{name: getattr(args, name) for name in names}), progress)
+            record = run(Options(**{name: getattr(args, name) for name in names}), children, progress)
     except (UsageError, GpuBusy, TargetError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

@@ -28,12 +28,12 @@ def fill(spec: OpSpec, case: Case, tensors: Mapping[str, torch.Tensor], generato
 
 
 def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Float64 copies whose elements carry one float32 rounding of random sign each: what any float32 kernel may do."""
+    """Float64 copies, each element off by four float32 roundings of random sign: what any float32 kernel may do."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             sign = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device) * 2 - 1
-            tensor = tensor.double() * (1 + sign * 2.0**-24)
+            tensor = tensor.double() * (1 + sign * 2.0**-22)
         found[name] = tensor
     return found
 
@@ -87,13 +87,14 @@ def _spike(t, g):
 
 
 def _swamp(t, g):
-    """One large element first, then many that a half-precision sum of squares rounds away beside it, all one way.
+    """Large elements first, then many that a half-precision sum of squares rounds away beside them, all one way.
 
     24^2 = 576 is spaced 0.5 in float16: each 1.3^2 = 1.69 added to it loses 0.19; bfloat16 (spacing 4) loses all of it.
+    Eight of them, of alternating sign: a sum kept in several lanes is swamped in each, and the mean stays near zero.
     """
     sign = torch.randint(0, 2, t.shape, generator=g, device=t.device) * 2 - 1
     _uniform(t, g, 1.29, 1.31).mul_(sign)
-    t[..., :1] = 24.0
+    t[..., :8:2], t[..., 1:8:2] = 24.0, -24.0
     return t
 
 

@@ -5,16 +5,18 @@ It owns inputs, oracle, comparison and outcome, and never imports the kernel. Se
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from autokernel.compare import Comparison, compare, same_bits
 from autokernel.inputs import fill, fresh_generator, perturb
+from autokernel.process import Launcher
 from autokernel.source import KernelSource
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.worker import Layout, Worker, WorkerFailure, strings
@@ -53,8 +55,8 @@ class Stage:
 class Bench:
     """A device, and everything drawn and measured on it. One per run; kernels come and go as Workers."""
 
-    def __init__(self, spec: OpSpec, device: torch.device, run_dir: Path, allow_tf32: bool = False):
-        self.spec, self.device, self.run_dir, self.allow_tf32 = spec, device, run_dir, allow_tf32
+    def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
+        self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
         self.generator = fresh_generator(device)
         self.noise = fresh_generator(device)
@@ -108,19 +110,47 @@ class Bench:
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
-    def worker(self, name: str, cache_key: str, cases: list[Case]) -> Worker:
+    def worker(self, cache_key: str, cases: list[Case]) -> Worker:
+        """A child with room for the largest of the cases."""
         size = max(self.layout(case).total for case in cases)
-        return Worker(self.device, self.run_dir, name, cache_key, size)
+        return Worker(self.launcher.take(), self.device, cache_key, size)
 
-    def open_kernel(self, source: KernelSource, cases: list[Case], limits: Limits, name: str = "candidate") -> Worker:
-        """Start a child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
-        worker = self.worker(name, source.sha256[:32], cases)
+    def open_kernel(self, source: KernelSource, cases: list[Case]) -> Worker:
+        """A child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
+        worker = self.worker(source.sha256[:32], cases)
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
     def load_kernel(self, worker: Worker, limits: Limits) -> dict[str, Any]:
         worker.share(self.flush_bytes, START_SECONDS)
         return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+
+    def compile_ahead(self, source: KernelSource, cases: list[Case], limits: Limits) -> None:
+        """Call a new kernel on its cases in several children at once, to fill its compile cache. Nothing is judged.
+
+        One child would compile a dozen variants one after the other; failures show again where they are judged.
+        """
+        parts = min(6, (os.cpu_count() or 1) // 2 - 1)
+        ordered = sorted(cases, key=lambda case: (case.dtype, case.stage, case.name))
+        if parts < 2:
+            return
+        with ThreadPoolExecutor(parts) as pool:
+            for part in range(parts):
+                mine = ordered[part * len(ordered) // parts : (part + 1) * len(ordered) // parts]
+                pool.submit(self._call_each, source, mine, limits)
+
+    def _call_each(self, source: KernelSource, cases: list[Case], limits: Limits) -> None:
+        worker = self.open_kernel(source, cases)
+        try:
+            self.load_kernel(worker, limits)
+            for case in cases:
+                layout = self.layout(case)
+                worker.stage(layout, self.draw(case, layout))
+                worker.call(layout, case.scalars, limits.call)
+        except WorkerFailure:
+            pass
+        finally:
+            worker.close()
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
@@ -236,6 +266,7 @@ def run_stages(
     limits: Limits,
     declared_nondeterministic: bool = False,
     progress: Callable[[str], None] = lambda text: None,
+    after_smoke: Callable[[], None] = lambda: None,
 ) -> tuple[list[Stage], list[dict]]:
     """Ask the worker every case, stage by stage, and stop after the first stage that fails.
 
@@ -261,6 +292,8 @@ def run_stages(
                 stage.passed += 1
         if stage.outcome != "PASS":
             break
+        if stage is stages[0]:
+            after_smoke()
     return stages, replies
 
 

@@ -20,13 +20,14 @@ from autokernel import calibrate as calibration_run
 from autokernel import gpu, ops
 from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
+from autokernel.process import Launcher
 from autokernel.records import RunRecord, now
 from autokernel.review import vendor_calls
 from autokernel.source import KernelError, read_kernel
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, foul_play, time_case
-from autokernel.worker import Worker, WorkerFailure, run_folder
+from autokernel.worker import Worker, WorkerFailure
 
 # the key block, in order; every run prints every key, `n/a` where there is no number
 KEYS = (
@@ -60,7 +61,7 @@ class UsageError(ValueError):
     """An option that cannot be honoured; one line with what is allowed."""
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
+def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
     """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
 
     Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU.
@@ -78,8 +79,8 @@ def run(options: Options, progress: Callable[[str], None] = lambda text: None) -
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
         best = read_kernel(options.best, source.kernel_type) if options.best else None
         session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
-        with gpu_lock(device), run_folder() as folder:
-            values |= session.run(folder)
+        with gpu_lock(device):
+            values |= session.run(launcher)
     except KernelError as error:
         with contextlib.suppress(OSError):
             data = options.kernel.read_bytes()
@@ -99,8 +100,8 @@ class _Session:
         self.omit = tuple(n for n in spec.optional_names() if n in spec.args and n not in source.parameters)
         self.dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
 
-    def run(self, folder: Path) -> dict[str, Any]:
-        bench = Bench(self.spec, self.device, folder, self.options.allow_tf32)
+    def run(self, launcher: Launcher) -> dict[str, Any]:
+        bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
         primary = self.target.cases() if self.target else []
         cases, left_out = correctness_cases(bench, self.source, primary, self.dtype)
         if self.options.quick:
@@ -112,19 +113,12 @@ class _Session:
         if not timed:
             raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
         every = cases + timed
-        # started together: importing PyTorch takes seconds
-        workers = {"candidate": bench.open_kernel(self.source, every, self.limits)}
-        try:
-            workers["baseline"] = bench.worker("baseline", "baseline", timed)
-            if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
-                workers["compiled"] = bench.worker("compiled", "baseline", timed)
-            if self.best:
-                workers["best"] = bench.open_kernel(self.best, timed, self.limits, "best")
-            values = {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
-        finally:
-            for worker in workers.values():
-                worker.close()
-        return values
+        workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker("baseline", timed)}
+        if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
+            workers["compiled"] = bench.worker("baseline", timed)
+        if self.best:
+            workers["best"] = bench.open_kernel(self.best, timed)
+        return {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
 
     def _judged(self, bench: Bench, workers, cases: list[Case], timed: list[Case]) -> dict[str, Any]:
         stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in STAGES]
@@ -133,8 +127,9 @@ class _Session:
             self.progress("starting")
             loaded = bench.load_kernel(workers["candidate"], self.limits)
             stages, replies = run_stages(
-                bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress
-            )
+                bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
+                lambda: self._compile_ahead(bench, workers["candidate"], cases),
+            )  # fmt: skip
             values["compile_seconds"] = loaded["seconds"] + (replies[0]["host_s"] if replies else 0.0)
         except WorkerFailure as failure:
             stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
@@ -147,6 +142,14 @@ class _Session:
         except WorkerFailure as failure:
             reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
             return values | reason | {"traceback": failure.detail}
+
+    def _compile_ahead(self, bench: Bench, candidate: Worker, cases: list[Case]) -> None:
+        done = candidate.cache / "compiled"  # so that a source is compiled ahead once, not in every run
+        if bench.on_gpu and not done.exists():
+            self.progress("compiling")
+            bench.compile_ahead(self.source, [c for c in cases if c.stage != "smoke_test"], self.limits)
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
 
     def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
         self._start_others(bench, workers)
@@ -239,8 +242,9 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
         "speedup_vs_pytorch": pytorch.value,
         "speedup_vs_pytorch_spread": pytorch.spread,
         "noise_pct": 100 * timing.noise,
-        "launch_us": statistics.median(timing.samples["candidate"].host) * 1e6,
+        "launch_us": timing.launch_seconds * 1e6,
         "repetitions": len(timing.samples["candidate"].device),
+        "wall_us": {n: round(statistics.median(sample.wall) * 1e6, 1) for n, sample in timing.samples.items()},
         "device_us": {n: [round(s * 1e6, 3) for s in sample.device] for n, sample in timing.samples.items()},
     }
     for name in ("pct_peak_compute", "pct_peak_bandwidth", "pct_measured_compute", "pct_measured_bandwidth"):

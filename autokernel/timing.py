@@ -90,6 +90,7 @@ class Timing:
     flops: float
     bytes: int
     samples: dict[str, Sample]
+    launch_seconds: float = 0.0  # host time of one call among many back to back
     invalid: str = ""
     wait: float = 0.0  # seconds of the wait kernel before each timed call
 
@@ -148,6 +149,10 @@ def time_case(
                 if timing.invalid:
                     return timing
         answered = private
+    if bench.on_gpu:
+        timing.launch_seconds = workers["candidate"].launch_seconds(layout, case.scalars, limits.call)
+    else:
+        timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
     timing.invalid = _impossible(bench, timing, gpu, calibration)
     return timing
 
@@ -247,16 +252,16 @@ def foul_play(bench: Bench, timings: list[Timing], workers: dict[str, Worker], l
     Functions it replaced, processes and threads it keeps, and whether PyTorch is faster once it is gone.
     """
     candidate = workers["candidate"]
-    if moved := [name for name, worker in workers.items() if worker.rescheduled()]:
+    if moved := [name for name, worker in workers.items() if worker.child.rescheduled()]:
         return f"priority or processors of {', '.join(moved)} were changed"
     if replaced := candidate.replaced():
         return f"kernel.py replaced {', '.join(replaced)[:300]}"
-    if companions := candidate.companions():
+    if companions := candidate.child.companions():
         return f"kernel.py left {len(companions)} processes running"
     busy, wakes = candidate.idle_activity()
     if busy > 0.25 or wakes > 400:
         return f"kernel.py keeps working between calls: {100 * busy:.0f} % of a core, {wakes:.0f} wake-ups a second"
-    candidate.kill()
+    candidate.child.kill()
     for timing in timings:
         for name in timing.samples.keys() - {"candidate"}:
             private = bench.draw(timing.case, bench.layout(timing.case))

@@ -1,51 +1,40 @@
-"""The judge's hold on a child process: start it, share memory with it, ask it for one call at a time, end it for good.
+"""The judge's hold on a child process: share memory with it, ask it for one call at a time, end it for good.
 
-A child has its own session, an allow-listed environment, an isolated interpreter, private folders and the confinement
-of sandbox.py. Tensors are shared through one arena of bytes (CUDA IPC on a GPU, anonymous memory otherwise) with two
-input regions: the stage, which the judge writes, and the working copy, which the kernel reads, and which the judge
-compares bit for bit with its own private copy after the call, the random bytes between the tensors included. The output
-is copied out of the arena the moment the answer comes, and compared with it again when the judge has computed its own.
+Tensors are shared through one arena of bytes (CUDA IPC on a GPU, anonymous memory otherwise) with two input regions:
+the stage, which the judge writes, and the working copy, which the kernel reads, and which the judge compares bit for
+bit with its own private copy after the call, the random bytes between the tensors included. The output is copied out
+of the arena the moment the answer comes, and compared with it again when the judge has computed its own.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
-import fcntl
 import json
-import os
+import math
 import random
 import secrets
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from autokernel.compare import same_bits
-from autokernel.paths import cache_dir, workspace
+from autokernel.paths import cache_dir
+from autokernel.process import Child
 from autokernel.spec import TensorSpec
 
-CHILD = Path(__file__).with_name("child.py")
 CONFINED = True  # only the measurement of what the defences cost turns this off
 LONGEST_ANSWER = 1 << 18
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
-KEPT_VARIABLES = (
-    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES",
-    "CUTLASS_PATH", "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS",
-    "CC", "CXX",
-)  # fmt: skip
 
 
 class WorkerFailure(Exception):
@@ -96,46 +85,25 @@ def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
 class Worker:
     """One child process and the arena shared with it."""
 
-    def __init__(self, device: torch.device, run_dir: Path, name: str, cache_key: str, arena_bytes: int):
-        self.device, self.name = device, name
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=run_dir))
-        self.log = self.folder / "output.log"
+    def __init__(self, child: Child, device: torch.device, cache_key: str, arena_bytes: int):
+        self.child, self.device, self.arena_bytes = child, device, arena_bytes
         self.cache = cache_dir() / "kernels" / cache_key
-        self.arena_bytes = arena_bytes
         self.cache.mkdir(parents=True, exist_ok=True)
-        self.memory = None if device.type == "cuda" else os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
-        ours, theirs = socket.socketpair()
-        self.sock = ours
-        passed = [theirs.fileno(), *([] if self.memory is None else [self.memory])]
-        writable = [str(self.folder), str(self.cache)] if CONFINED else []
-        _adopt_orphans()
-        with theirs, open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(CHILD), str(theirs.fileno()), *writable],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=passed,
-                cwd=self.folder,
-                env=self._environment(),
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-        Worker.started.add(self.process.pid)
-        self.scheduling = _scheduling(self.process.pid)
+        self.confinement = ""
 
-    started: ClassVar[set[int]] = set()  # process ids of all workers: any other child in a foreign session is a stray
+    @property
+    def folder(self) -> Path:
+        return self.child.folder
 
     def _environment(self) -> dict[str, str]:
-        kept = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
-        private = {"HOME": self.folder, "TMPDIR": self.folder, "TRITON_CACHE_DIR": self.cache / "triton"}
-        # a cache that kernels shared would let one slow another down
-        private |= {"TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor", "AUTOKERNEL_CACHE": self.cache}
-        kept |= {k: str(v) for k, v in private.items()}
-        if self.device.type == "cpu":
-            kept["TRITON_INTERPRET"] = "1"
+        """Where compilers keep what they made: apart for each source, so that no kernel finds another's files."""
+        places = {"TRITON_CACHE_DIR": self.cache / "triton", "TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor"}
+        places["AUTOKERNEL_CACHE"] = self.cache
         # torch.compile in a kernel compiles without a pool of processes that would outlive the call
-        return kept | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        if self.device.type == "cpu":
+            fixed["TRITON_INTERPRET"] = "1"
+        return {k: str(v) for k, v in places.items()} | fixed
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
@@ -147,13 +115,16 @@ class Worker:
             handle = [_coded(v) for v in storage._share_cuda_()]
             described = {"kind": "ipc", "handle": handle, "offset": self.arena.storage_offset()}
         else:
-            os.ftruncate(self.memory, self.arena_bytes)
-            fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            path = f"/proc/self/fd/{self.memory}"
+            self.child.size_memory(self.arena_bytes)
+            path = f"/proc/self/fd/{self.child.memory}"
             self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
-            described = {"kind": "memfd", "fd": self.memory}
+            described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        answer = self.ask("setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes)
+        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED else []
+        answer = self.ask(
+            "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
+            environment=self._environment(), writable=writable,
+        )  # fmt: skip
         self.confinement = str(answer.get("confinement"))
 
     def _cuda_arena(self) -> torch.Tensor:
@@ -192,7 +163,7 @@ class Worker:
         self.taken = self._arena_output(layout).clone()
         self._synchronize()
         if fault := malformed(reply):
-            self.kill()
+            self.child.kill()
             raise WorkerFailure("CRASH", f"the child's answer is malformed: {fault}")
         return reply | {"wall_s": time.perf_counter() - started}
 
@@ -204,6 +175,11 @@ class Worker:
     def profile(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
         """The device's kernels with their times; the child leaves trace.json in its folder."""
         return self._ask_about(layout, scalars, timeout, "profile")["kernels"]
+
+    def launch_seconds(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> float:
+        """Host time of one call among many back to back, as the child says."""
+        value = self._ask_about(layout, scalars, timeout, "launch").get("host_s")
+        return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else math.nan
 
     def replaced(self) -> list[str]:
         """Functions of Python, PyTorch or the runner that the kernel replaced."""
@@ -250,9 +226,9 @@ class Worker:
         message = json.dumps({"do": do, "id": token, **request}).encode()
         deadline = time.monotonic() + timeout
         try:
-            early = bool(select.select([self.sock], [], [], 0)[0]) and self.sock.recv(1, socket.MSG_PEEK)
-            self.sock.settimeout(timeout)
-            self.sock.sendall(struct.pack("<I", len(message)) + message)
+            early = bool(select.select([self.child.sock], [], [], 0)[0]) and self.child.sock.recv(1, socket.MSG_PEEK)
+            self.child.sock.settimeout(timeout)
+            self.child.sock.sendall(struct.pack("<I", len(message)) + message)
             (length,) = struct.unpack("<I", self._read(4, deadline))
             if early or length > LONGEST_ANSWER:
                 raise ValueError(f"answer of {length} bytes")
@@ -260,10 +236,10 @@ class Worker:
             if not isinstance(answer, dict) or answer.get("id") != token:
                 raise ValueError("the answer does not belong to the request")
         except TimeoutError:
-            self.kill()
+            self.child.kill()
             raise WorkerFailure("TIMEOUT", f"no answer within {timeout:.0f} s, killed") from None
         except (ValueError, RecursionError):
-            self.kill()
+            self.child.kill()
             raise WorkerFailure("CRASH", "the kernel's process answered out of turn", self._tail()) from None
         except OSError as error:
             raise self._gone(error) from None
@@ -277,8 +253,8 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            self.sock.settimeout(left)
-            part = self.sock.recv(count - len(data))
+            self.child.sock.settimeout(left)
+            part = self.child.sock.recv(count - len(data))
             if not part:
                 raise ConnectionError("closed")
             data += part
@@ -286,9 +262,9 @@ class Worker:
 
     def _gone(self, error: Exception) -> WorkerFailure:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
-        self.kill()
-        code = self.process.returncode
+            self.child.process.wait(2)
+        self.child.kill()
+        code = self.child.process.returncode
         if code is not None and code < 0 and code != -signal.SIGKILL:
             how = f"killed by {signal.Signals(-code).name}"
         else:
@@ -297,20 +273,12 @@ class Worker:
 
     def _tail(self) -> str:
         """The end of what the child printed."""
-        with contextlib.suppress(OSError), open(self.log, "rb") as log:
-            log.seek(max(0, self.log.stat().st_size - 2000))
+        with contextlib.suppress(OSError), open(self.child.log, "rb") as log:
+            log.seek(max(0, self.child.log.stat().st_size - 2000))
             return log.read(2000).decode(errors="replace").strip()
         return ""
 
     # ---- the end -----------------------------------------------------------------------------------------------
-
-    def companions(self) -> list[int]:
-        """Living processes that the child started, those that left its session included."""
-        return [pid for pid in _strays(self.process.pid) if pid != self.process.pid]
-
-    def rescheduled(self) -> bool:
-        """Whether somebody changed the child's or the judge's priority or processors."""
-        return self.scheduling != _scheduling(self.process.pid)
 
     def idle_activity(self, seconds: float = 0.1) -> tuple[float, float]:
         """What the child does while nobody asks it anything: share of a core, and wake-ups per second.
@@ -326,41 +294,19 @@ class Worker:
     def _ran(self) -> tuple[float, int]:
         """Seconds on a core and time slices so far, over all threads; coarse seconds alone where that is not kept."""
         ran = wakes = 0
-        for entry in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"):
+        for entry in Path(f"/proc/{self.child.process.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError):
                 nanoseconds, _, slices = map(int, entry.read_text().split())
                 ran, wakes = ran + nanoseconds, wakes + slices
         if not ran:
             with contextlib.suppress(OSError, ValueError):
-                ticks = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                ticks = Path(f"/proc/{self.child.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
                 ran = sum(map(int, ticks)) * 10**7
         return ran / 1e9, wakes
 
-    def kill(self) -> None:
-        """End the child and whatever it started, and wait until they are gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for _ in range(100):
-            left = self.companions()
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-            if not left:
-                break
-            time.sleep(0.01)
-
     def close(self) -> None:
-        self.kill()
-        Worker.started.discard(self.process.pid)
-        self.sock.close()
+        self.child.close()
         self.arena = self.taken = None
-        if self.memory is not None:
-            os.close(self.memory)
-            self.memory = None
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _reported(error: Any) -> WorkerFailure:
@@ -401,52 +347,3 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 
 def _coded(value: Any) -> Any:
     return "b" + base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
-
-def _die_with_parent() -> None:
-    """A child must not outlive a judge that is killed (Linux; elsewhere it ends when the socket closes)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _scheduling(pid: int) -> list[Any]:
-    """Priority, policy and processors of a process and of this one."""
-    ask = (lambda p: os.getpriority(os.PRIO_PROCESS, p), os.sched_getscheduler, os.sched_getaffinity)
-    return [get(p) for get in ask for p in (pid, 0)]
-
-
-def _adopt_orphans() -> None:
-    """A process whose parent died becomes this process's child, not init's: so a daemon of a kernel stays in reach."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-
-
-def _strays(worker: int) -> list[int]:
-    """Living descendants of a worker, and orphans: this process's children in a foreign session that are no workers."""
-    processes: dict[int, tuple[int, int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            state, parent, _, session = entry.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if state != "Z":
-                processes[int(entry.parent.name)] = int(parent), int(session)
-    me, here = os.getpid(), os.getsid(0)
-    found = [p for p, (up, session) in processes.items() if up == me and session != here and p not in Worker.started]
-    found.append(worker)
-    for pid in found:
-        found += [p for p, (up, _) in processes.items() if up == pid and p not in found]
-    return found
-
-
-@contextlib.contextmanager
-def run_folder():
-    """A private folder under workspace/runs for one run of the judge; leftovers of killed runs are removed."""
-    base = workspace() / "runs"
-    base.mkdir(parents=True, exist_ok=True)
-    for old in base.iterdir():
-        if old.name.split("-")[0].isdigit() and not Path(f"/proc/{old.name.split('-')[0]}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

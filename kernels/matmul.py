@@ -117,7 +117,7 @@ def _tiling(a, N):
         waves = [triton.cdiv(triton.cdiv(M, m) * triton.cdiv(N, n), sms) for m, n, _ in sizes]
         _, (m, n, _) = min((w * s[0] * s[1] * s[2], s) for w, s in zip(waves, sizes, strict=True))
         warps = CONFIG["num_warps"] if m * n > 64 * 128 else 4
-    if shared < 160 * 1024:
+    if shared < 200 * 1024:
         m, n, k, stages = min(m, 128), min(n, 128), min(k, 64), min(stages, 3)
     return m, n, k, warps, stages, sms
 

@@ -225,7 +225,7 @@ def child(op, mode, skip):
     variants = VARIANTS[op] if mode == "timing" else [{}]
     modules = {label(v): load(op, v) for v in variants}
     for m in modules.values():
-        m.library()
+        m.compiled()
     say(compiled=True)
     cases = timing_cases(op) if mode == "timing" else correctness_cases(op)
     for i, case in enumerate(cases):

@@ -12,7 +12,7 @@ if len(sys.argv) > 1:
         for _ in range(4): w()
     torch.cuda.synchronize(); sys.exit()
 buf = torch.randint(1, 9, (48 << 20,), dtype=torch.int32, device="cuda"); acc = torch.empty((), dtype=torch.int64, device="cuda")
-flushes = {"none": lambda: None, "write": lambda: buf.zero_(), "read": lambda: torch.sum(buf, out=acc)}
+flushes = {"none": lambda: None, "write": lambda: buf.zero_(), "read": lambda: torch.sum(buf, 0, out=acc)}
 for name, w in works.items():
     row = []
     for f in flushes.values():

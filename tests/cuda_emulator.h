@@ -150,3 +150,5 @@ template <typename V> V __ldg(const V* p) { return *p; }
 template <typename V> V __ldcs(const V* p) { return *p; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+template <typename A, typename B> auto min(A a, B b) { return b < a ? b : a; }
+template <typename A, typename B> auto max(A a, B b) { return a < b ? b : a; }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,7 +16,7 @@ CPU = torch.device("cpu")
 def question(op: str, size: str, dtype: str, **options):
     """A case with its inputs and oracle, and the judge's answer to an output of it."""
     spec = ops.get(op)
-    bench = Bench(spec, CPU, Path("."))
+    bench = Bench(spec, CPU)
     stage = "numerical_stability" if options else "shape_sweep"
     case = Case(size, stage, (spec.cpu_shapes | spec.cpu_edges)[size], dtype, **options)
     layout = bench.layout(case)

@@ -2,17 +2,17 @@
 
 x is (..., dim); w_gate and w_up (dim, hidden), w_down (hidden, dim), row-major or transposed views of Linear weights.
 Two launches of one kernel. Gated: a tile holds 128 columns of x @ w_gate beside the same 128 of x @ w_up, so x is read
-once for both and the activation runs on the accumulators; only the product goes to memory, in the input's dtype. Down: a
-plain product. (One launch for both would redo the gated product for every tile of the output.)
+once for both and the activation runs on the accumulators; only the product goes to memory, in the input's dtype.
+Down: a plain product. (One launch for both would redo the gated product for every tile of the output.)
 
 - fp16/bf16 on Hopper: warp-specialised wgmma. One thread streams 64-deep slabs into a ring of shared-memory stages with
-  TMA; two warpgroups multiply them, each 64 rows of a 128 x 256 tile. Persistent blocks, so that the ring refills while a
-  finished tile is written. TMA needs 16-byte rows: an operand without them is copied into padded rows.
+  TMA; two warpgroups multiply them, each 64 rows of a 128 x 256 tile. Persistent blocks, so that the ring refills while
+  a finished tile is written. TMA needs 16-byte rows: an operand without them is copied into padded rows.
 - fp32: IEEE FMA, 128 x 128 tiles, 8 x 8 accumulators per thread, any strides. 16-bit types on other GPUs go this way.
 Each output element is summed by one thread group in one fixed order: bitwise deterministic.
 """
 
-import functools
+from functools import lru_cache
 
 import torch
 
@@ -33,13 +33,6 @@ CUDA_SRC = r"""
 #include <cuda_fp16.h>
 #include <stdint.h>
 #include <type_traits>
-
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef GROUP_M
-#define GROUP_M 16
-#endif
 
 using i64 = long long;
 struct Problem { i64 M, N, K, a_row, a_col, b_row, b_col, out_row; int activation; };  // strides in elements
@@ -80,14 +73,11 @@ __device__ void tma_load(uint32_t dst, const CUtensorMap* map, int inner, int ou
                  " [%0], [%1, {%2, %3}], [%4];" :: "r"(dst), "l"(map), "r"(inner), "r"(outer), "r"(bar) : "memory");
 }
 
-// wgmma reads shared memory through a descriptor: address, strides (in 16-byte units), 128-byte swizzle (1 << 62).
-// K-major operand: 8 rows of 128 bytes form a 1024-byte swizzle atom; atoms follow each other along the rows.
-__device__ uint64_t k_major(uint32_t addr) {
-    return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((addr & 0x3ffff) >> 4);
-}
-// N-major: an atom is 8 k-rows of 64 columns; the next 8 k-rows lie 1024 bytes on, the next 64 columns SLAB / 2.
-__device__ uint64_t n_major(uint32_t addr) {
-    return (1ull << 62) | (64ull << 32) | (uint64_t(SLAB / 2 >> 4) << 16) | ((addr & 0x3ffff) >> 4);
+// wgmma reads shared memory through a descriptor: address and strides in 16-byte units, 128-byte swizzle (1 << 62).
+// K-major operand: 8 rows of 128 bytes form a 1024-byte swizzle atom, and the next 8 rows lie 1024 bytes on. N-major:
+// an atom is 8 k-rows of 64 columns, the next 8 k-rows lie 1024 bytes on, the next 64 columns SLAB / 2 (else unused).
+__device__ uint64_t descriptor(uint32_t addr) {
+    return (1ull << 62) | (64ull << 32) | (uint64_t(SLAB / 32) << 16) | ((addr & 0x3ffff) >> 4);
 }
 
 #define REGS64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
@@ -125,7 +115,7 @@ __device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i
         for (int i = 0; i < 4; ++i) {
             const int r = 16 * g + 4 * i + 2 * half_row;
             const T pair[2] = {T(d[r]), T(d[r + 1])};
-            v[i] = *reinterpret_cast<const uint32_t*>(pair);
+            memcpy(&v[i], pair, 4);
         }
 #pragma unroll
         for (int s = 1; s <= 2; s *= 2)
@@ -133,16 +123,16 @@ __device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i
             for (int i = 0; i < 4; ++i)
                 if (!(i & s)) {
                     const uint32_t sent = q & s ? v[i] : v[i + s], got = __shfl_xor_sync(~0u, sent, s);
-                    if (q & s) v[i] = got; else v[i + s] = got;
+                    (q & s ? v[i] : v[i + s]) = got;
                 }
         const i64 col = col0 + 32 * g + 8 * q;
         if (row >= p.M || col >= p.N) continue;
         T* dst = out + row * p.out_row + col;
-        if (p.out_row % 8 == 0) *reinterpret_cast<uint4*>(dst) = make_uint4(v[0], v[1], v[2], v[3]);  // into the padding too
+        if (p.out_row % 8 == 0) *reinterpret_cast<uint4*>(dst) = make_uint4(v[0], v[1], v[2], v[3]);  // padding too
         else
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (col + i < p.N) dst[i] = reinterpret_cast<T*>(v)[i];
+                if (col + i < p.N) memcpy(dst + i, reinterpret_cast<char*>(v) + 2 * i, 2);
     }
 }
 #endif
@@ -166,7 +156,8 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
     __syncthreads();
 
     const int tiles_m = (p.M + BM - 1) / BM, tiles_n = (p.N + BN - 1) / BN;
-    const int slabs = (p.K + BK - 1) / BK, warpgroup = threadIdx.x / 128;
+    const int slabs = (p.K + BK - 1) / BK;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows it is uniform
     int stage = 0, phase = 0, m0, n0;
     auto advance = [&] { if (++stage == STAGES) stage = 0, phase ^= 1; };
     auto locate = [&](int tile) {  // GROUP_M row tiles share their column tiles while those are in L2
@@ -202,7 +193,7 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
             uint32_t in_use = 0;  // the empty barrier of the stage being multiplied
             for (int k = 0; k < slabs; ++k, advance()) {
                 const uint32_t slab_a = smem + stage * STAGE_BYTES, slab_b = slab_a + SLAB;
-                const uint64_t a = k_major(slab_a + row0 * BK * 2), b = B_N_MAJOR ? n_major(slab_b) : k_major(slab_b);
+                const uint64_t a = descriptor(slab_a + row0 * BK * 2), b = descriptor(slab_b);
                 constexpr int B_STEP = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of k: 16 rows or 16 columns
                 mbar_wait(full + 8 * stage, phase);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -240,26 +231,25 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
 // A row-major (rows, cols) matrix in boxes of box_rows x 64; TMA swizzles as wgmma expects and fills zeros outside.
 template <typename T>
 cudaError_t tensor_map(CUtensorMap* map, const T* base, i64 rows, i64 cols, i64 row_stride, int box_rows) {
-    static void* encode = nullptr;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
-        const char* name = "cuTensorMapEncodeTiled";
-        cudaError_t err = cudaGetDriverEntryPointByVersion(name, &encode, 12000, cudaEnableDefault, &found);
-        if (err != cudaSuccess) return err;
-        if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    }
+    static const auto encode = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult status;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+    }();
+    if (!encode) return cudaErrorNotSupported;
     const bool half = std::is_same<T, __half>::value;
     const auto type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     cuuint64_t dims[2] = {cuuint64_t(cols), cuuint64_t(rows)}, strides[1] = {cuuint64_t(row_stride) * sizeof(T)};
     cuuint32_t box[2] = {64, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    const CUresult r = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-        map, type, 2, const_cast<T*>(base), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult r = encode(map, type, 2, const_cast<T*>(base), dims, strides, box, steps,
+                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 template <typename T, bool B_N_MAJOR, bool GATED>
-cudaError_t launch_wgmma(const void* a, const void* b0, const void* b1, void* out, const Problem& p, cudaStream_t stream) {
+cudaError_t launch_wgmma(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
     int device, sms;
     CUtensorMap map_a, map_b[2];
     cudaError_t err = cudaGetDevice(&device);
@@ -267,7 +257,8 @@ cudaError_t launch_wgmma(const void* a, const void* b0, const void* b1, void* ou
     if (err == cudaSuccess) err = tensor_map(&map_a, (const T*)a, p.M, p.K, p.a_row, BM);
     for (int h = 0; h < 2 && err == cudaSuccess; ++h) {
         const T* b = (const T*)(h ? b1 : b0);
-        err = B_N_MAJOR ? tensor_map(&map_b[h], b, p.K, p.N, p.b_row, BK) : tensor_map(&map_b[h], b, p.N, p.K, p.b_col, 128);
+        if (B_N_MAJOR) err = tensor_map(&map_b[h], b, p.K, p.N, p.b_row, BK);
+        else err = tensor_map(&map_b[h], b, p.N, p.K, p.b_col, 128);
     }
     const int smem = STAGES * 3 * SLAB + 1024, BN = GATED ? 128 : 256;  // 1024: room to align the first stage
     auto kernel = mlp_wgmma<T, B_N_MAJOR, GATED>;
@@ -285,14 +276,13 @@ constexpr int DEPTH = 8;
 struct Fetch {
     int r, k, dr, dk;  // this thread's first element and the step to its next
     __device__ explicit Fetch(bool k_contiguous) {
-        const int t = threadIdx.x;
-        if (k_contiguous) r = t / DEPTH, k = t % DEPTH, dr = 256 / DEPTH, dk = 0;
-        else r = t % 128, k = t / 128, dr = 0, dk = 2;
+        if (k_contiguous) r = threadIdx.x / DEPTH, k = threadIdx.x % DEPTH, dr = 256 / DEPTH, dk = 0;
+        else r = threadIdx.x % 128, k = threadIdx.x / 128, dr = 0, dk = 2;
     }
     // SPLIT: rows from 64 on are those of a second matrix, `split` elements further than they would lie in the first.
     template <bool SPLIT>
-    __device__ void load(float (&v)[4], const float* p, i64 split, i64 row0, i64 k0, i64 rows, i64 depth, i64 row_stride,
-                         i64 k_stride) const {
+    __device__ void load(float (&v)[4], const float* p, i64 split, i64 row0, i64 k0, i64 rows, i64 depth,
+                         i64 row_stride, i64 k_stride) const {
         p += (row0 + r) * row_stride + (k0 + k) * k_stride;
         const int rows_left = min(rows - row0, 128ll), depth_left = min(depth - k0, i64(DEPTH));
 #pragma unroll
@@ -308,8 +298,8 @@ struct Fetch {
     }
 };
 
-// Each thread owns an 8 x 8 block as four 4 x 4 quadrants, so that a warp's float4 reads hit distinct banks; of the tile's
-// columns, the left half is w_gate's, the right half w_up's: a thread has both of an element. Not gated: one weight's.
+// Each thread owns an 8 x 8 block as four 4 x 4 quadrants, so that a warp's float4 reads hit distinct banks. Gated: the
+// left half of the tile's columns is w_gate's, the right half w_up's, so that a thread has both of an element.
 template <bool GATED>
 __global__ void __launch_bounds__(256, 2)
 mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p) {
@@ -350,34 +340,37 @@ mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p)
     }
 }
 template <bool GATED>
-cudaError_t launch_fma(const void* a, const void* b0, const void* b1, void* out, const Problem& p, cudaStream_t stream) {
+cudaError_t launch_fma(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
     const dim3 grid((p.M + 127) / 128, GATED ? (p.N + 63) / 64 : (p.N + 127) / 128);
     mlp_fma<GATED><<<grid, 256, 0, stream>>>((const float*)a, (const float*)b0, (const float*)b1, (float*)out, p);
     return cudaGetLastError();
 }
 
 template <typename T, bool GATED>
-cudaError_t launch(const void* a, const void* b0, const void* b1, void* out, const Problem& p, cudaStream_t stream) {
+cudaError_t launch(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
     if constexpr (std::is_same<T, float>::value) return launch_fma<GATED>(a, b0, b1, out, p, stream);
-    else return (p.b_row == 1 ? launch_wgmma<T, false, GATED> : launch_wgmma<T, true, GATED>)(a, b0, b1, out, p, stream);
+    else if (p.b_row == 1) return launch_wgmma<T, false, GATED>(a, b0, b1, out, p, stream);
+    else return launch_wgmma<T, true, GATED>(a, b0, b1, out, p, stream);
 }
 
 extern "C" int fused_mlp(const void* x /* strided */, const void* gate /* strided */, const void* up /* strided */,
-                         const void* down /* strided */, void* product /* strided */, void* out, int dtype, int activation,
-                         i64 M, i64 dim, i64 hidden, i64 dim_out, i64 x_row, i64 x_col, i64 up_row, i64 up_col,
-                         i64 down_row, i64 down_col, i64 product_row, cudaStream_t stream) {
+                         const void* down /* strided */, void* product, void* out, int dtype, int activation, i64 M,
+                         i64 dim, i64 hidden, i64 dim_out, i64 x_row, i64 x_col, i64 up_row, i64 up_col, i64 down_row,
+                         i64 down_col, i64 product_row, cudaStream_t stream) {
     const Problem first = {M, hidden, dim, x_row, x_col, up_row, up_col, product_row, activation};
     const Problem second = {M, dim_out, hidden, product_row, 1, down_row, down_col, dim_out, 0};
-    const auto gated = dtype == 0 ? launch<__half, true> : dtype == 1 ? launch<__nv_bfloat16, true> : launch<float, true>;
-    const auto plain = dtype == 0 ? launch<__half, false> : dtype == 1 ? launch<__nv_bfloat16, false> : launch<float, false>;
+    using bf16 = __nv_bfloat16;
+    const auto gated = dtype == 0 ? launch<__half, true> : dtype == 1 ? launch<bf16, true> : launch<float, true>;
+    const auto plain = dtype == 0 ? launch<__half, false> : dtype == 1 ? launch<bf16, false> : launch<float, false>;
     const cudaError_t err = gated(x, gate, up, product, first, stream);
     return err != cudaSuccess ? err : plain(product, down, down, out, second, stream);
 }
 """
 
 
-@functools.cache
-def library():
+@lru_cache(maxsize=1)
+def compiled():
+    """The compiled source: at the first call, not at import."""
     return compile_cuda(CUDA_SRC, defines=CONFIG)
 
 
@@ -412,7 +405,7 @@ def kernel_fn(x, w_gate, w_up, w_down, activation="silu"):
     if w_up.stride() != w_gate.stride():
         w_up = torch.empty_strided(w_gate.shape, w_gate.stride(), dtype=x.dtype, device=x.device).copy_(w_up)
     product = x.new_empty((a.shape[0], (hidden + 7) // 8 * 8))  # rows of 16 bytes for TMA
-    library().fused_mlp(
+    compiled().fused_mlp(
         a, w_gate, w_up, w_down, product, out, DTYPES[x.dtype], ACTIVATIONS[activation], a.shape[0], dim, hidden,
         w_down.shape[1], *a.stride(), *w_gate.stride(), *w_down.stride(), product.stride(0),
     )  # fmt: skip

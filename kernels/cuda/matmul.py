@@ -9,7 +9,7 @@ A is (..., K); B is (K, N), row-major or the transposed view of a Linear's (N, K
 Each output element is summed by one thread group in one fixed order: bitwise deterministic.
 """
 
-import functools
+from functools import lru_cache
 
 import torch
 
@@ -29,13 +29,6 @@ CUDA_SRC = r"""
 #include <cuda_fp16.h>
 #include <stdint.h>
 #include <type_traits>
-
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef GROUP_M
-#define GROUP_M 16
-#endif
 
 using i64 = long long;
 struct Problem { i64 M, N, K, a_row, a_col, b_row, b_col; };  // strides in elements
@@ -67,14 +60,11 @@ __device__ void tma_load(uint32_t dst, const CUtensorMap* map, int inner, int ou
                  " [%0], [%1, {%2, %3}], [%4];" :: "r"(dst), "l"(map), "r"(inner), "r"(outer), "r"(bar) : "memory");
 }
 
-// wgmma reads shared memory through a descriptor: address, strides (in 16-byte units), 128-byte swizzle (1 << 62).
-// K-major operand: 8 rows of 128 bytes form a 1024-byte swizzle atom; atoms follow each other along the rows.
-__device__ uint64_t k_major(uint32_t addr) {
-    return (1ull << 62) | (64ull << 32) | (1ull << 16) | ((addr & 0x3ffff) >> 4);
-}
-// N-major: an atom is 8 k-rows of 64 columns; the next 8 k-rows lie 1024 bytes on, the next 64 columns SLAB / 2.
-__device__ uint64_t n_major(uint32_t addr) {
-    return (1ull << 62) | (64ull << 32) | (uint64_t(SLAB / 2 >> 4) << 16) | ((addr & 0x3ffff) >> 4);
+// wgmma reads shared memory through a descriptor: address and strides in 16-byte units, 128-byte swizzle (1 << 62).
+// K-major operand: 8 rows of 128 bytes form a 1024-byte swizzle atom, and the next 8 rows lie 1024 bytes on. N-major:
+// an atom is 8 k-rows of 64 columns, the next 8 k-rows lie 1024 bytes on, the next 64 columns SLAB / 2 (else unused).
+__device__ uint64_t descriptor(uint32_t addr) {
+    return (1ull << 62) | (64ull << 32) | (uint64_t(SLAB / 32) << 16) | ((addr & 0x3ffff) >> 4);
 }
 
 #define REGS64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
@@ -115,7 +105,7 @@ __device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_
             T pair[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) pair[e] = T(d[r + e] + (bias && col + e < N ? float(bias[col + e]) : 0.f));
-            v[i] = *reinterpret_cast<uint32_t*>(pair);
+            memcpy(&v[i], pair, 4);
         }
 #pragma unroll
         for (int s = 1; s <= 2; s *= 2)
@@ -123,7 +113,7 @@ __device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_
             for (int i = 0; i < 4; ++i)
                 if (!(i & s)) {
                     const uint32_t sent = q & s ? v[i] : v[i + s], got = __shfl_xor_sync(~0u, sent, s);
-                    if (q & s) v[i] = got; else v[i + s] = got;
+                    (q & s ? v[i] : v[i + s]) = got;
                 }
         const i64 col = col0 + 32 * g + 8 * q;
         if (row >= M || col >= N) continue;
@@ -132,7 +122,7 @@ __device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_
         else
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                if (col + i < N) dst[i] = reinterpret_cast<T*>(v)[i];
+                if (col + i < N) memcpy(dst + i, reinterpret_cast<char*>(v) + 2 * i, 2);
     }
 }
 #endif
@@ -155,7 +145,8 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
     __syncthreads();
 
     const int tiles_m = (p.M + BM - 1) / BM, tiles_n = (p.N + 128 * HALVES - 1) / (128 * HALVES);
-    const int slabs = (p.K + BK - 1) / BK, warpgroup = threadIdx.x / 128;
+    const int slabs = (p.K + BK - 1) / BK;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows it is uniform
     int stage = 0, phase = 0, m0, n0;
     auto advance = [&] { if (++stage == STAGES) stage = 0, phase ^= 1; };
     auto locate = [&](int tile) {  // GROUP_M row tiles share their column tiles while those are in L2
@@ -190,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
             uint32_t in_use = 0;  // the empty barrier of the stage being multiplied
             for (int k = 0; k < slabs; ++k, advance()) {
                 const uint32_t slab_a = smem + stage * STAGE_BYTES, slab_b = slab_a + SLAB;
-                const uint64_t a = k_major(slab_a + row0 * BK * 2), b = B_N_MAJOR ? n_major(slab_b) : k_major(slab_b);
+                const uint64_t a = descriptor(slab_a + row0 * BK * 2), b = descriptor(slab_b);
                 constexpr int B_STEP = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of k: 16 rows or 16 columns
                 mbar_wait(full + 8 * stage, phase);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -224,21 +215,20 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
 // A row-major (rows, cols) matrix in boxes of box_rows x 64; TMA swizzles as wgmma expects and fills zeros outside.
 template <typename T>
 cudaError_t tensor_map(CUtensorMap* map, const T* base, i64 rows, i64 cols, i64 row_stride, int box_rows) {
-    static void* encode = nullptr;
-    if (!encode) {
-        cudaDriverEntryPointQueryResult found;
-        const char* name = "cuTensorMapEncodeTiled";
-        cudaError_t err = cudaGetDriverEntryPointByVersion(name, &encode, 12000, cudaEnableDefault, &found);
-        if (err != cudaSuccess) return err;
-        if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-    }
+    static const auto encode = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult status;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+    }();
+    if (!encode) return cudaErrorNotSupported;
     const bool half = std::is_same<T, __half>::value;
     const auto type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
     cuuint64_t dims[2] = {cuuint64_t(cols), cuuint64_t(rows)}, strides[1] = {cuuint64_t(row_stride) * sizeof(T)};
     cuuint32_t box[2] = {64, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    const CUresult r = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
-        map, type, 2, const_cast<T*>(base), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult r = encode(map, type, 2, const_cast<T*>(base), dims, strides, box, steps,
+                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -277,9 +267,8 @@ constexpr int DEPTH = 8;
 struct Fetch {
     int r, k, dr, dk;  // this thread's first element and the step to its next
     __device__ explicit Fetch(bool k_contiguous) {
-        const int t = threadIdx.x;
-        if (k_contiguous) r = t / DEPTH, k = t % DEPTH, dr = 256 / DEPTH, dk = 0;
-        else r = t % 128, k = t / 128, dr = 0, dk = 2;
+        if (k_contiguous) r = threadIdx.x / DEPTH, k = threadIdx.x % DEPTH, dr = 256 / DEPTH, dk = 0;
+        else r = threadIdx.x % 128, k = threadIdx.x / 128, dr = 0, dk = 2;
     }
     __device__ void load(float (&v)[4], const float* p, i64 row0, i64 k0, i64 rows, i64 depth, i64 row_stride,
                          i64 k_stride) const {
@@ -345,8 +334,9 @@ extern "C" int matmul(const void* a /* strided */, const void* b /* strided */, 
 """
 
 
-@functools.cache
-def library():
+@lru_cache(maxsize=1)
+def compiled():
+    """The compiled source: at the first call, not at import."""
     return compile_cuda(CUDA_SRC, defines=CONFIG)
 
 
@@ -372,5 +362,5 @@ def kernel_fn(A, B, bias=None):
     if A.dtype != torch.float32:
         a = tma_rows(a)
         B = tma_rows(B.t()).t() if B.stride(0) == 1 and K > 1 else tma_rows(B)
-    library().matmul(a, B, bias, out, DTYPES[A.dtype], a.shape[0], N, K, *a.stride(), *B.stride())
+    compiled().matmul(a, B, bias, out, DTYPES[A.dtype], a.shape[0], N, K, *a.stride(), *B.stride())
     return out

@@ -18,9 +18,9 @@ KERNEL_TYPE = "softmax"
 BACKEND = "cuda"
 
 # VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
-# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); ROWS: narrow rows, one warp each, in a block; COL_WARPS: warps
+# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each; COL_WARPS: warps
 # that share the reduced dimension when it is not the last one.
-CONFIG = {"VECS": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "ROWS": 4, "COL_WARPS": 16}
+CONFIG = {"VECS": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "NARROW_THREADS": 128, "COL_WARPS": 16}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
@@ -77,7 +77,7 @@ template <typename T, int KEEP> struct Row {
             for (int i = 0; i < KEEP; i++)
                 if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
         } else {
-            #pragma unroll 2
+            #pragma unroll 1
             for (Index v = me; v < n_vectors; v += threads) f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
         }
         if (me < edges) f(edge_column(), edge);
@@ -95,6 +95,20 @@ template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) 
         for (int i = 0; i < N; i++) out[i] = packed.x[i];
     }
 }
+
+// ---- clusters: blocks that run at once and can write to each other's shared memory ------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+__device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
+__device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
+__device__ unsigned block_rank() { return __clusterRelativeBlockRank(); }
+template <typename V> __device__ V* in_block(V* p, unsigned rank) { return static_cast<V*>(__cluster_map_shared_rank(p, rank)); }
+#else
+__device__ void cluster_arrive(int) {}
+__device__ void cluster_wait(int) {}
+__device__ unsigned block_rank() { return 0; }
+template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
+#endif
 
 // ---- arithmetic: a running maximum and the sum of exp(x - maximum) --------------------------------------------------
 
@@ -130,33 +144,29 @@ template <typename T, typename E, int N> __device__ MaxSum max_sum(const E (&x)[
     return a;
 }
 
-template <typename T> __device__ MaxSum warp_reduce(MaxSum a) {
-    #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
+// Over the threads of one row within a warp; all of them get the result.
+template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
+    for (int offset = threads / 2; offset > 0; offset /= 2)
         a.merge<T>({__shfl_xor_sync(~0u, a.m, offset), __shfl_xor_sync(~0u, a.sum, offset)});
     return a;
 }
 
-// Over the threads of a row: a warp, a block, or the blocks of a cluster. The order is fixed: the same bits every time.
+// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every time.
 template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     __shared__ MaxSum of_warp[32], of_block[8];
-    a = warp_reduce<T>(a);
-    if (blockDim.x == 32) return a;
+    a = warp_reduce<T>(a, min(blockDim.x, 32));
+    if (blockDim.x <= 32) return a;
     const int lane = threadIdx.x % 32;
     if (lane == 0) of_warp[threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : nothing());  // every warp: no second barrier
-#if __CUDA_ARCH__ >= 900
+    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : nothing(), 32);    // in every warp: no second barrier
     if (cluster > 1) {
-        __cluster_barrier_wait();                   // for the arrival at the kernel's start: every block now runs
-        if (threadIdx.x < cluster)
-            *static_cast<MaxSum*>(__cluster_map_shared_rank(&of_block[__clusterRelativeBlockRank()], threadIdx.x)) = a;
-        __cluster_barrier_arrive();
-        __cluster_barrier_wait();
+        if (threadIdx.x < cluster) *in_block(&of_block[block_rank()], threadIdx.x) = a;
+        cluster_arrive(cluster);
+        cluster_wait(cluster);
         a = of_block[0];
         for (int i = 1; i < cluster; i++) a.merge<T>(of_block[i]);
     }
-#endif
     return a;
 }
 
@@ -164,12 +174,11 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
 
 template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
 softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride, int cluster) {
-#if __CUDA_ARCH__ >= 900
-    if (cluster > 1) __cluster_barrier_arrive_relaxed();
-#endif
-    const long long row = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    if (row >= n_rows) return;                      // whole warps: several rows a block means one warp a row
+    cluster_arrive(cluster);
+    const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
+    const long long row = at < last ? at : last;    // threads past the end repeat the last row: no warp is ever incomplete
     const Row<T, KEEP> mine(x + row * row_stride, n_cols, blockIdx.x % cluster * blockDim.x + threadIdx.x, cluster * blockDim.x);
+    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster now runs
 
     MaxSum local = nothing();
     if constexpr (KEEP > 0) {                       // from registers: the maximum first, then one exp an element
@@ -196,9 +205,7 @@ softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, lon
 template <typename T> __global__ void __launch_bounds__(32 * COL_WARPS)
 softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long long inner, int cluster) {
     __shared__ MaxSum of_warp[COL_WARPS][32], of_block[8][32];
-#if __CUDA_ARCH__ >= 900
-    if (cluster > 1) __cluster_barrier_arrive_relaxed();
-#endif
+    cluster_arrive(cluster);
     const long long tiles = (inner + 31) / 32, tile = blockIdx.x / cluster;
     const long long column = tile % tiles * 32 + threadIdx.x, base = tile / tiles * n * inner + column;
     const long long step = static_cast<long long>(cluster) * blockDim.y;
@@ -216,17 +223,14 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
     __syncthreads();
     total = of_warp[0][threadIdx.x];
     for (int w = 1; w < blockDim.y; w++) total.merge<T>(of_warp[w][threadIdx.x]);
-#if __CUDA_ARCH__ >= 900
     if (cluster > 1) {
-        __cluster_barrier_wait();
-        if (threadIdx.y < cluster)
-            *static_cast<MaxSum*>(__cluster_map_shared_rank(&of_block[__clusterRelativeBlockRank()][threadIdx.x], threadIdx.y)) = total;
-        __cluster_barrier_arrive();
-        __cluster_barrier_wait();
+        cluster_wait(cluster);
+        if (threadIdx.y < cluster) *in_block(&of_block[block_rank()][threadIdx.x], threadIdx.y) = total;
+        cluster_arrive(cluster);
+        cluster_wait(cluster);
         total = of_block[0][threadIdx.x];
         for (int i = 1; i < cluster; i++) total.merge<T>(of_block[i][threadIdx.x]);
     }
-#endif
     const float scale = 1.f / total.sum;
     #pragma unroll 4
     for (long long r = begin; r < n; r += step) {
@@ -252,14 +256,14 @@ int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cu
 template <typename T>
 int softmax(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    if (vectors <= 32 * VECS)
-        return launch(softmax_rows<T, VECS>, (n_rows + ROWS - 1) / ROWS, dim3(32, ROWS), 1, stream, x, out, n_rows, n_cols, row_stride, 1);
-    int threads = 64, cluster = 1;
+    const bool aligned = n_cols % LANES<T> == 0 && row_stride % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
     while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
+    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
     auto kernel = vectors <= capacity ? softmax_rows<T, VECS> : vectors <= 2 * capacity ? softmax_rows<T, 2 * VECS> : softmax_rows<T, 0>;
-    return launch(kernel, n_rows, threads, cluster, stream, x, out, n_rows, n_cols, row_stride, cluster);
+    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream, x, out, n_rows, n_cols, row_stride, cluster);
 }
 
 template <typename T> int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
