@@ -200,15 +200,15 @@ PARTIALS = 2 * CONFIG["FILL"] * 256
 def kernel_fn(x, dim=-1):
     """Sum of x along dim, in x's dtype, accumulated in float32."""
     dim %= x.ndim
-    if x.ndim == 2 and x.stride(0) == 1 and x.stride(1) > 1:     # stored transposed: the other dimension of its transpose
+    if x.ndim == 2 and x.stride(0) == 1 and x.stride(1) > 1:  # stored transposed: the other dimension of its transpose
         x, dim = x.t(), 1 - dim
-    n, outer, inner = x.shape[dim], prod(x.shape[:dim]), prod(x.shape[dim + 1:])
-    out = x.new_empty(x.shape[:dim] + x.shape[dim + 1:])
+    n, outer, inner = x.shape[dim], prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
+    out = x.new_empty(x.shape[:dim] + x.shape[dim + 1 :])
     if x.numel() == 0:
         return out.zero_()
     partial = x.new_empty(PARTIALS, dtype=torch.float32)
     if inner == 1:
-        rows = x.reshape(outer, n)                   # a view where one stride leads from row to row
+        rows = x.reshape(outer, n)  # a view where one stride leads from row to row
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         getattr(compiled(), f"sum_rows_{SUFFIX[x.dtype]}")(rows, out, partial, outer, n, rows.stride(0))

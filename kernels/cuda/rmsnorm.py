@@ -232,7 +232,7 @@ def kernel_fn(x, weight, eps=1e-6):
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    rows = x.reshape(-1, x.shape[-1])                # a view where one stride leads from row to row
+    rows = x.reshape(-1, x.shape[-1])  # a view where one stride leads from row to row
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     launcher = getattr(compiled(), f"rmsnorm_{SUFFIX[x.dtype]}")

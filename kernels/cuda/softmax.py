@@ -305,11 +305,11 @@ def kernel_fn(x, dim=-1):
     dim %= x.ndim
     n = x.shape[dim]
     if dim == x.ndim - 1:
-        rows = x.reshape(-1, n)                      # a view where one stride leads from row to row
+        rows = x.reshape(-1, n)  # a view where one stride leads from row to row
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         getattr(compiled(), f"softmax_{SUFFIX[x.dtype]}")(rows, out, rows.shape[0], n, rows.stride(0))
     else:
-        outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1:])
+        outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
         getattr(compiled(), f"columns_{SUFFIX[x.dtype]}")(x.contiguous(), out, outer, n, inner)
     return out
