@@ -316,7 +316,7 @@ mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p)
             fetch_b.load<GATED>(vb, b0, split, n0, k0 + DEPTH, p.N, p.K, p.b_col, p.b_row);
         }
         if (k0 >= 0)
-#pragma unroll 2
+#pragma unroll 1  // more would spill
             for (int k = 0; k < DEPTH; ++k) {
                 float x[8], y[8];
 #pragma unroll
