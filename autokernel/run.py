@@ -97,7 +97,6 @@ class _Session:
         self.spec, self.source, self.best, self.options = spec, source, best, options
         self.device, self.progress, self.target = device, progress, target
         self.limits = Limits(call=options.timeout, load=options.timeout)
-        self.omit = tuple(n for n in spec.optional_names() if n in spec.args and n not in source.parameters)
         self.dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
 
     def run(self, launcher: Launcher) -> dict[str, Any]:
@@ -201,7 +200,8 @@ class _Session:
             known = ", ".join(["all", *shapes])
             raise UsageError(f"unknown --sizes {asked!r} for {self.spec.name}; known: {known}")
         names = list(shapes) if asked == "all" else [asked] if asked else [] if targets else list(self.spec.timed)
-        named = [Case(n, "timing", shapes[n], self.dtype, omit=self.omit) for n in names]
+        optional = tuple(n for n, a in self.spec.args.items() if a.optional)  # the plain operator is what is timed
+        named = [Case(n, "timing", shapes[n], self.dtype, omit=optional) for n in names]
         return [case for case in targets + named if bench.fits(case)]
 
 

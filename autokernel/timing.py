@@ -26,7 +26,8 @@ CPU_REPETITIONS = (3, 5)  # the interpreter's times mean nothing; they only let 
 TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
 ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against PyTorch's output
 FLOOR_SLACK = 0.90  # a time below this share of the physical floor is impossible
-CLOCK_SLACK_S = 30e-6  # what the judge's clock may see beside the child's, compared with PyTorch's child
+CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's child: contexts take turns on the GPU, and
+# on an H200 honest kernels were seen at -250 to +220 us
 CPU_CLOCK_SLACK_S = 3e-3
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
 OUTSIDE = "that the child's does not: work outside the timed window"
@@ -170,7 +171,7 @@ def _hard(bench: Bench, case: Case) -> list[Case]:
 
 def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -> str:
     """What is wrong with the values of a timed call; "" if nothing."""
-    if by_oracle:
+    if by_oracle or bench.spec.yardstick:  # a baseline less accurate than its operator is no yardstick
         fault = value_fault(bench, worker, case, private)
     else:
         layout = bench.layout(case)
