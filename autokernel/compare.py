@@ -1,10 +1,10 @@
 """The comparator: is an output right, measured against the float64 oracle and against PyTorch's own error?
 
-An element passes when |out - ref| <= atol * rms(ref) + rtol * |ref|, the rms of the whole or of its row. The whole output must also be about as accurate as
-PyTorch's kernel in the same dtype: its rms error at most `rms_factor` times PyTorch's plus a floor. So an accurate
-kernel never fails because PyTorch was less accurate than it, and zeros, missing work or a secretly lower precision
-never pass. Where PyTorch itself, or the oracle on inputs perturbed by float32 roundings,
-breaks the element bound (an ill-conditioned case), the bound is MAX_FACTOR times that error instead.
+An element passes when |out - ref| <= atol * rms(ref) + rtol * |ref|, the rms of the whole or of its row. The whole
+output must also be about as accurate as PyTorch's kernel in the same dtype: its rms error at most `rms_factor` times
+PyTorch's plus a floor. So an accurate kernel never fails because PyTorch was less accurate than it, and zeros, missing
+work or a secretly lower precision never pass. Where PyTorch itself, or the oracle on inputs perturbed by float32
+roundings, breaks the element bound (an ill-conditioned case), the bound is a multiple of that error instead.
 """
 
 from __future__ import annotations
