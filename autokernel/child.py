@@ -116,8 +116,14 @@ class Runner:
             self.flushed = torch.empty((), dtype=torch.int64, device=self.device)
             self.sum = torch.sum
             torch.cuda.reset_peak_memory_stats()
+        self.unheld = self._unheld()
         self.settings = settings_of(torch)
         self.before = self._state()
+
+    def _unheld(self) -> list[int]:
+        """What `holders` says at most of a tensor that only a local variable holds."""
+        whole, part = self.torch.empty(2), self.torch.empty(2)[:1]
+        return [max(pair) for pair in zip(holders(self.torch, whole), holders(self.torch, part), strict=True)]
 
     def _open_arena(self, arena: dict, memory: int):
         torch = self.torch
@@ -200,11 +206,13 @@ class Runner:
         stage, work, count = request["stage"], request["work"], request["bytes"]
         # `.data`: new content leaves no trace in the version counter, as a Triton kernel's writes leave none
         source, target = self.arena[stage : stage + count], self.arena[work : work + count].data
-        output = self.tensor(request["output"], "start")
+        output = self.tensor(request["output"], "start").data
         before = {name: facts_of(tensor) for name, tensor in kwargs.items()}
         run = self._timed_gpu if self.on_gpu else self._timed_cpu
         out, reply = run(source, target, output, kwargs | request["scalars"], request)
         reply["left"] += [f"another tensor in place of {k}" for k, v in before.items() if facts_of(kwargs[k]) != v]
+        if self._matches(out, output) and any(map(operator.gt, holders(self.torch, out), self.unheld)):
+            reply["left"].append("a reference to its output, a buffer that the next calls overwrite")
         reply["out"] = self._describe(out, request)
         self._release(out, request["poison"])
         return reply
@@ -400,6 +408,13 @@ def settings_of(torch) -> dict[str, Callable]:
 def facts_of(tensor) -> tuple:
     """What a tensor is besides its values."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, len(vars(tensor))
+
+
+def holders(torch, tensor) -> list[int]:
+    """How many hold a tensor's memory: its storage, the tensor and its base, each counted by their owners."""
+    base = tensor._base
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - (base is not None)
+    return [storage, sys.getrefcount(tensor), sys.getrefcount(base) if base is not None else 0]
 
 
 def value_of(getter: Callable) -> object:

@@ -189,6 +189,8 @@ def ask_once(
     worker.stage(layout, private)
     reply = worker.call(layout, case.scalars, limits.call, bench.random_wait() if wait is None else wait)
     fault = reply_fault(reply, layout)
+    if not fault and reply["out"]["device"] != bench.device.type:
+        fault = f"output on {reply['out']['device']}, expected {bench.device.type}"
     if not fault and not worker.inputs_untouched(layout, private):
         fault = "an input, or memory beside it, was overwritten"
     return reply, fault

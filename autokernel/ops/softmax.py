@@ -66,6 +66,7 @@ SPEC = OpSpec(
         "constant": "constant_rows",
         "masked": "masked",
         "spike": "spike",
+        "outliers": "outliers",
         "swamp": "swamp_exp",
         "flat": "tiny",
     },
