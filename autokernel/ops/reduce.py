@@ -5,6 +5,8 @@ import math
 import torch
 
 import reference
+from autokernel.graph import Match, View, operand, shape
+from autokernel.ops import last
 from autokernel.spec import OpSpec, arg
 
 
@@ -16,6 +18,18 @@ def _out(size, scalars):
 
 def _hidden(rng, on_gpu):
     return {"shape": (rng.randint(1, 600), rng.randint(2, 9000)) if on_gpu else (rng.randint(1, 9), rng.randint(2, 700))}
+
+
+
+def _sum(node):
+    x, dims = node.args[0], operand(node, "dim")
+    dims = list(range(len(shape(x)))) if dims is None or dims == [] else dims
+    if len(dims) == 1:
+        out = (("unsqueeze", dims[0]),) if operand(node, "keepdim") else ()
+        yield Match(node, {"x": View(x)}, {"dim": last(dims[0], x)}, out)
+    else:
+        yield f"a sum over {len(dims)} axes: the operator sums one"
+
 
 
 SPEC = OpSpec(
@@ -70,4 +84,6 @@ SPEC = OpSpec(
         "swamp": "swamp",
     },
     exact="ints",
+    sites={"sum": _sum},
+    scaled=("shape",),
 )
