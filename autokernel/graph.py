@@ -8,7 +8,6 @@ spelling (casts that cast nothing, in-place writes to fresh tensors) is made uni
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 import torch.fx.traceback
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 aten = torch.ops.aten
@@ -213,12 +213,12 @@ class Graph:
         return (self.run or self.module)(*inputs)
 
     def _lower(self, inputs: tuple) -> None:
-        with self.owner.untraced():
-            try:
+        try:
+            with torch.no_grad():
                 self.module = lower(self.source, inputs)
-            except Exception as error:  # an operator that cannot be traced: the graph still runs, without sites
-                self.problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-                self.module = self.source
+        except Exception as error:  # an operator that cannot be traced: the graph still runs, without sites
+            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self.module = self.source
         names = self.owner.tensor_names()
         placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         for node, given in zip(placeholders, inputs, strict=True):
@@ -234,13 +234,22 @@ class Capture:
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.graphs, self.keep_inputs = model, [], False
+        self.problem = ""  # what torch.compile itself failed at: those parts run outside of the graphs
         self._compiled = torch.compile(model, backend=self._backend, dynamic=False)
         self._breaks_before = _break_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # a loop over layers that breaks in each of them gives a graph per layer
-        with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024):
-            return self._compiled(*args, **kwargs)
+        with torch._dynamo.config.patch(
+            recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem)
+        ):
+            try:
+                return self._compiled(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if self.problem:
+                    raise
+                self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return self(*args, **kwargs)
 
     @property
     def breaks(self) -> list[str]:
@@ -256,11 +265,6 @@ class Capture:
         names = {id(t): ("buffer", n) for n, t in self.model.named_buffers(remove_duplicate=False)}
         return names | {id(t): ("parameter", n) for n, t in self.model.named_parameters(remove_duplicate=False)}
 
-    @contextlib.contextmanager
-    def untraced(self) -> Iterator[None]:
-        with torch._dynamo.config.patch(suppress_errors=False), torch.no_grad():
-            yield
-
 
 def _break_counts() -> Counter:
     return Counter(torch._dynamo.utils.counters["graph_break"])
@@ -272,7 +276,7 @@ def lower(source: fx.GraphModule, inputs: tuple) -> fx.GraphModule:
     def run(*values):
         return fx.Interpreter(source).run(*values)
 
-    whole = {aten.einsum.default: aten.einsum.default.decompose}
+    whole = {aten.einsum.default: _einsum}
     with torch.fx.traceback.preserve_node_meta():
         traced = make_fx(run, whole, "fake", _allow_non_fake_inputs=True, pre_dispatch=True)(*inputs)
     canonical(traced.graph)
@@ -290,8 +294,46 @@ def canonical(graph: fx.Graph) -> None:
         if name(node).endswith("_") and not name(node).startswith("_"):
             _functional(node)
         if name(node) == "rms_norm" and operand(node, "eps") is None:
-            node.args = (*node.args[:2], operand(node, "weight"), torch.finfo(value(node.args[0]).dtype).eps)
+            node.args = (*node.args[:2], operand(node, "weight"), default_eps(value(node.args[0])))
             node.kwargs = {}
+
+
+def default_eps(like: torch.Tensor) -> float:
+    """The eps that F.rms_norm takes where none is given: of the input's dtype or of float32, which PyTorch changed."""
+    with unset_fake_temporarily():
+        probe = torch.full((1, 2), 0.01, dtype=like.dtype, device=like.device)
+        got = torch.rms_norm(probe, (2,))
+        kinds = (torch.finfo(like.dtype).eps, torch.finfo(torch.float32).eps)
+        return min(kinds, key=lambda eps: (torch.rms_norm(probe, (2,), eps=eps) - got).abs().max().item())
+
+
+def _einsum(equation: str, tensors: list[torch.Tensor], path: Any = None) -> torch.Tensor:
+    """Two tensors contracted as one matmul, so that a product written as an einsum looks like any other."""
+    inputs, _, out = equation.replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    plain = len(labels) == 2 and out and "." not in equation and all(len(set(w)) == len(w) for w in (*labels, out))
+    if not plain or not set(labels[0]) ^ set(labels[1]) <= set(out):  # a label of one tensor alone is summed
+        return aten.einsum.default.decompose(equation, tensors, path=path)
+    (left, right), (a, b) = labels, tensors
+    batch = [c for c in out if c in left and c in right]
+    rows, columns = [c for c in out if c in left and c not in right], [c for c in out if c in right and c not in left]
+    summed = [c for c in left if c in right and c not in out]
+    sizes = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
+    a, b = _order(a, left, batch + rows + summed), _order(b, right, batch + summed + columns)
+    n, rank = len(batch), len(rows)
+    if batch and rank != 1:
+        a = a.flatten(n, n + rank - 1) if rank else a.unsqueeze(n)
+    a = a.flatten(-len(summed)) if len(summed) > 1 else a if summed else a.unsqueeze(-1)
+    b = b.flatten(n, n + len(summed) - 1) if len(summed) > 1 else b if summed else b.unsqueeze(n)
+    b = b.flatten(n + 1) if len(columns) > 1 else b if columns else b.unsqueeze(-1)
+    made = torch.matmul(a, b)
+    made = made.reshape([sizes[c] for c in batch + rows + columns])
+    return _order(made, batch + rows + columns, out)
+
+
+def _order(tensor: torch.Tensor, now: Any, wanted: Any) -> torch.Tensor:
+    axes = [list(now).index(c) for c in wanted]
+    return tensor if axes == sorted(axes) else tensor.permute(axes)
 
 
 def _does_nothing(node: fx.Node) -> bool:
@@ -302,7 +344,7 @@ def _does_nothing(node: fx.Node) -> bool:
     if name(node) in ("dropout", "feature_dropout", "alpha_dropout"):
         return not operand(node, "train") or operand(node, "p") == 0
     same = before.dtype == after.dtype and before.device == after.device and before.shape == after.shape
-    if name(node) in ("to", "type_as", "contiguous", "expand", "slice", "alias", "detach"):
+    if name(node) in ("to", "type_as", "contiguous", "expand", "slice", "alias", "detach", "view", "reshape"):
         return same and before.stride() == after.stride() and not operand(node, "copy", False)
     return False
 

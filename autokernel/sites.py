@@ -40,6 +40,7 @@ from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes
 
 TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
+_GENERIC = frozenset("cat stack pow sqrt exp".split())  # anchors that mostly mean something else: no reason is noted
 _NAMES = {dtype: short for short, dtype in DTYPES.items()}
 
 
@@ -166,8 +167,10 @@ def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) 
 # ---- from claims to candidates --------------------------------------------------------------------------------------
 
 
-def _claims(graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]) -> list[list[Site]]:
-    """Candidates by anchor, the preferred one first. What cannot be a site leaves its reason in `refused`."""
+def _claims(
+    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]
+) -> list[tuple[fx.Node, list[Site]]]:
+    """Anchors with their candidates, the preferred one first. What cannot be a site leaves its reason in `refused`."""
     groups, depends = [], origins(graph)
     for node in graph.module.graph.nodes:
         for spec in specs:
@@ -177,10 +180,10 @@ def _claims(graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]) -> l
                 built = match if isinstance(match, str) else _candidate(graph, spec, match, depends)
                 if isinstance(built, Site):
                     group.append(built)
-                else:
+                elif name(node) not in _GENERIC:
                     refused.setdefault(node, f"{spec.name}: {built}")
             if group:
-                groups.append(group)
+                groups.append((node, group))
     return groups
 
 
@@ -270,14 +273,14 @@ class _Proof:
     def __init__(self, graph: Graph, proven: dict[tuple, str], refused: dict[fx.Node, str]):
         self.graph, self.proven, self.refused = graph, proven, refused
 
-    def run(self, groups: list[list[Site]]) -> list[Site]:
+    def run(self, groups: list[tuple[fx.Node, list[Site]]]) -> list[Site]:
         """One site of each group at most: the first candidate that holds."""
         nodes = list(self.graph.module.graph.nodes)
-        due: dict[fx.Node, list[list[Site]]] = {}
+        due: dict[fx.Node, list[tuple[fx.Node, list[Site]]]] = {}
         last = {n: user for user in nodes for n in user.all_input_nodes}  # node -> the last one that reads it
-        for group in groups:
+        for anchor, group in groups:
             final = max(site.output for site in group)
-            due.setdefault(final, []).append(group)
+            due.setdefault(final, []).append((anchor, group))
             for site in group:
                 for leaf in (*site.leaves, *site.conditions):
                     last[leaf] = max(last[leaf], final)
@@ -290,12 +293,12 @@ class _Proof:
                 if node.op == "output":
                     break
                 env[node] = next(inputs) if node.op == "placeholder" else execute(node, env, self.graph.module)
-                found += [site for group in due.get(node, ()) if (site := self._first(group, env)) is not None]
+                found += [site for group in due.get(node, ()) if (site := self._first(*group, env)) is not None]
                 for dead in dies.get(node, ()):
                     del env[dead]
         return found
 
-    def _first(self, group: list[Site], env: dict[fx.Node, Any]) -> Site | None:
+    def _first(self, anchor: fx.Node, group: list[Site], env: dict[fx.Node, Any]) -> Site | None:
         results: dict[Any, torch.Tensor] = {}
         why = ""
         for site in group:
@@ -307,7 +310,8 @@ class _Proof:
             if not self.proven[key]:
                 return site
             why = why or self.proven[key]
-        self.refused.setdefault(group[0].output, f"{group[0].op}: {why}")
+        if name(anchor) not in _GENERIC:
+            self.refused.setdefault(anchor, why)
         return None
 
     def _fault(self, site: Site, env: dict[fx.Node, Any], results: dict[Any, torch.Tensor]) -> str:

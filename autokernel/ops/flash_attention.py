@@ -106,7 +106,8 @@ def _written_out(node):
     found = _scores(node.args[0], 1.0, False)
     if found:
         product, scale, masked = found
-        (q, scale), (keys, scale) = _unscaled(product.args[0], scale), _unscaled(product.args[1], scale)
+        q, scale = _unscaled(product.args[0], scale)
+        keys, scale = _unscaled(product.args[1], scale)
         axes = [d % len(shape(keys)) for d in keys.args[1:3]] if name(keys) in ("transpose", "swapaxes") else []
         swapped = sum(axes) == 2 * len(shape(keys)) - 3 and abs(axes[0] - axes[1]) == 1  # the last two axes
         k = View(keys.args[0]) if swapped else View(keys).then("transpose.int", -2, -1)
