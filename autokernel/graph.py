@@ -384,6 +384,39 @@ def execute(node: fx.Node, env: dict[fx.Node, Any], root: torch.nn.Module | None
     return root.get_submodule(node.target)(*args, **kwargs)
 
 
+def interpret(
+    module: fx.GraphModule,
+    inputs: tuple,
+    call: Callable[[fx.Node, dict], Any] | None = None,
+    after: Callable[[fx.Node, dict], None] = lambda node, env: None,
+    keep: dict[fx.Node, fx.Node] | None = None,
+) -> Any:
+    """Run a graph node by node; a value lives until its last reader has run.
+
+    call: runs one node on the values so far (default: `execute`). after: called behind each node. keep: node -> a node
+    behind which its value must still exist.
+    """
+    nodes = list(module.graph.nodes)
+    last = {n: user for user in nodes for n in user.all_input_nodes}
+    for node, until in (keep or {}).items():
+        last[node] = max(last.get(node, until), until)
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        dies.setdefault(user, []).append(node)
+    given, env = iter(inputs), {}
+    for node in nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: env[n])
+        if node.op == "placeholder":
+            env[node] = next(given)
+        else:
+            env[node] = call(node, env) if call and node.op != "get_attr" else execute(node, env, module)
+        after(node, env)
+        for dead in dies.get(node, ()):
+            del env[dead]
+    return None
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether two calls on the same inputs may differ: dropout, sampling."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

@@ -130,6 +130,18 @@ def load(options: argparse.Namespace) -> Loaded:
     return loaded
 
 
+def as_json(options: argparse.Namespace) -> dict[str, Any]:
+    """The model options as plain values, so that verify.py can load the same model: `from_json` reads them back."""
+    names = ("model", "module", "class_name", "pretrained", "config", "input_shape", "inputs", "dtype", "device")
+    values = {n: getattr(options, n) for n in names}
+    return {n: str(v.resolve()) if isinstance(v, Path) else v for n, v in values.items()}
+
+
+def from_json(values: dict[str, Any]) -> argparse.Namespace:
+    paths = {n: Path(values[n]) if values.get(n) else None for n in ("model", "config")}
+    return argparse.Namespace(**{**values, **paths, "input_shape": tuple(values.get("input_shape") or ()) or None})
+
+
 # ---- finding the class ----------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from autokernel.graph import (
     Match,
     View,
     apply,
-    execute,
+    interpret,
     is_random,
     module_path,
     name,
@@ -275,27 +275,20 @@ class _Proof:
 
     def run(self, groups: list[tuple[fx.Node, list[Site]]]) -> list[Site]:
         """One site of each group at most: the first candidate that holds."""
-        nodes = list(self.graph.module.graph.nodes)
         due: dict[fx.Node, list[tuple[fx.Node, list[Site]]]] = {}
-        last = {n: user for user in nodes for n in user.all_input_nodes}  # node -> the last one that reads it
+        keep: dict[fx.Node, fx.Node] = {}
         for anchor, group in groups:
             final = max(site.output for site in group)
             due.setdefault(final, []).append((anchor, group))
-            for site in group:
-                for leaf in (*site.leaves, *site.conditions):
-                    last[leaf] = max(last[leaf], final)
-        dies: dict[fx.Node, list[fx.Node]] = {}
-        for node, user in last.items():
-            dies.setdefault(user, []).append(node)
-        inputs, env, found = iter(self.graph.inputs), {}, []
+            for leaf in {n for site in group for n in (*site.leaves, *site.conditions)}:
+                keep[leaf] = max(keep.get(leaf, final), final)
+        found: list[Site] = []
+
+        def decide(node: fx.Node, env: dict[fx.Node, Any]) -> None:
+            found.extend(site for claim in due.get(node, ()) if (site := self._first(*claim, env)) is not None)
+
         with torch.no_grad():
-            for node in nodes:
-                if node.op == "output":
-                    break
-                env[node] = next(inputs) if node.op == "placeholder" else execute(node, env, self.graph.module)
-                found += [site for group in due.get(node, ()) if (site := self._first(*group, env)) is not None]
-                for dead in dies.get(node, ()):
-                    del env[dead]
+            interpret(self.graph.module, self.graph.inputs, after=decide, keep=keep)
         return found
 
     def _first(self, anchor: fx.Node, group: list[Site], env: dict[fx.Node, Any]) -> Site | None:
