@@ -1,8 +1,8 @@
 """Judge kernel.py: is it right, and how fast is it? (frozen: an agent must not edit this file)
 
-Prints one aligned `key: value` block, the same keys on success and failure, then one row per size; the same as JSON goes
-to workspace/last_run.json. `correctness` is PASS, FAIL, TIMEOUT or CRASH; numbers exist only with PASS. Exit status 0
-only on PASS, 1 on any other verdict, 2 when nothing could be judged (bad option, busy GPU).
+Prints one aligned `key: value` block, the same keys on success and failure, then one row per size; the same as JSON
+goes to workspace/last_run.json. `correctness` is PASS, FAIL, TIMEOUT or CRASH; numbers exist only with PASS. Exit
+status 0 only on PASS, 1 on any other verdict, 2 when nothing could be judged (bad option, busy GPU).
 
     uv run bench.py                                   # kernel.py at the operator's main sizes
     uv run bench.py --kernel kernels/softmax.py --sizes all
@@ -17,10 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from autokernel import report
 from autokernel.paths import repo_root
-from autokernel.run import GpuBusy, Options, UsageError, run
-from autokernel.targets import TargetError
+from autokernel.process import launcher
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,6 +29,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--best", type=Path, help="the best kernel so far, timed in pairs with this one")
     p.add_argument("--quick", action="store_true", help="smoke test, determinism and timing only; never keepable")
     p.add_argument("--compile-baseline", action="store_true", help="compare with torch.compile max-autotune (cached)")
+    p.add_argument("--profile", action="store_true", help="Chrome trace and a table of the candidate's kernels")
+    p.add_argument("--calibrate", action="store_true", help="measure this GPU's ceilings once and keep them")
     p.add_argument("--allow-tf32", action="store_true", help="let float32 products use TF32, for both sides")
     p.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds for one call, compiling included")
     p.add_argument("--json", action="store_true", help="print the record as JSON instead of the block")
@@ -40,11 +40,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
-    options = Options(args.kernel, args.sizes, args.quick, args.compile_baseline, args.allow_tf32, args.best, args.dtype,
-                      timeout=args.timeout)  # fmt: skip
+    with launcher(ahead=0 if args.calibrate else 2 + bool(args.best)) as children:
+        return judge(args, children)
+
+
+def judge(args: argparse.Namespace, children) -> int:
+    # only now: the children import PyTorch while we do
+    from autokernel import report
+    from autokernel.run import GpuBusy, Options, UsageError, calibrate, run
+    from autokernel.targets import TargetError
+
+    names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "best", "dtype", "timeout")
     try:
+        if args.calibrate:
+            print(report.calibration(calibrate()))
+            return 0
         with report.progress() as progress:
-            record = run(options, progress)
+            record = run(Options(**{name: getattr(args, name) for name in names}), children, progress)
     except (UsageError, GpuBusy, TargetError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2

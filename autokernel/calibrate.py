@@ -70,7 +70,7 @@ def _rates(work: float, all_times: list[list[float]]) -> tuple[float, float]:
 
 
 def _bandwidths(free: int, flush: torch.Tensor, repeats: int) -> dict[str, float]:
-    n = min(2**30, free // 8) // (4 * BLOCK * STEPS) * BLOCK * STEPS    # two of 1 GiB, at most a quarter of what is free
+    n = min(2**30, free // 8) // (4 * BLOCK * STEPS) * BLOCK * STEPS    # two of 1 GiB, at most a quarter of it
     src, dst = torch.rand(n, device=flush.device), torch.empty(n, device=flush.device)
     copies: list[Callable[[], Any]] = [lambda: dst.copy_(src)]
     reads: list[Callable[[], Any]] = [lambda: src.sum()]

@@ -125,7 +125,7 @@ class Roofline:
 # --- the table ------------------------------------------------------------------------------------------------------
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {

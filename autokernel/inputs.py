@@ -27,6 +27,17 @@ def fill(spec: OpSpec, case: Case, tensors: Mapping[str, torch.Tensor], generato
         fill_one(tensor, spec.args[name], given, case, generator)
 
 
+def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Float64 copies, each element off by four float32 roundings of random sign: what any float32 kernel may do."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            sign = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device) * 2 - 1
+            tensor = tensor.double() * (1 + sign * 2.0**-22)
+        found[name] = tensor
+    return found
+
+
 def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator: torch.Generator) -> None:
     if arg.draw == "index":
         tensor.random_(0, case.size[arg.below], generator=generator)
@@ -76,9 +87,21 @@ def _spike(t, g):
 
 
 def _swamp(t, g):
-    """One large element before many whose single squares or values vanish beside it in half precision."""
-    _uniform(t, g, 0.2, 0.3)
-    t[..., :1] = 24.0
+    """Large elements first, then many that a half-precision sum of squares rounds away beside them, all one way.
+
+    24^2 = 576 is spaced 0.5 in float16: each 1.3^2 = 1.69 added to it loses 0.19; bfloat16 (spacing 4) loses all of it.
+    Eight of them, of alternating sign: a sum kept in several lanes is swamped in each, and the mean stays near zero.
+    """
+    sign = torch.randint(0, 2, t.shape, generator=g, device=t.device) * 2 - 1
+    _uniform(t, g, 1.29, 1.31).mul_(sign)
+    t[..., :8:2], t[..., 1:8:2] = 24.0, -24.0
+    return t
+
+
+def _swamp_exp(t, g):
+    """The same for a sum of exponentials: exp(-7.7) = 4.5e-4 is under half a step beside exp(0) = 1 in float16."""
+    _normal(t, g).mul_(0.02).sub_(7.7)
+    t[..., :1] = 0.0
     return t
 
 
@@ -121,6 +144,7 @@ CONTENTS = {
     "repeat_rows": lambda t, g: t.copy_(_normal(torch.empty_like(t[..., :1, :]), g).expand_as(t)),
     "spike": _spike,
     "swamp": _swamp,
+    "swamp_exp": _swamp_exp,
     "cancel": _cancel,
     "repeat": _repeat,
     "masked": _masked,

@@ -5,19 +5,21 @@ It owns inputs, oracle, comparison and outcome, and never imports the kernel. Se
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from autokernel.compare import Comparison, compare, same_bits
-from autokernel.inputs import fill, fresh_generator
+from autokernel.inputs import fill, fresh_generator, perturb
+from autokernel.process import Launcher
 from autokernel.source import KernelSource
 from autokernel.spec import STAGES, Case, OpSpec
-from autokernel.worker import Layout, Worker, WorkerFailure
+from autokernel.worker import Layout, Worker, WorkerFailure, strings
 
 START_SECONDS = 180  # import torch, open the device; a cold disk takes a minute
 OUTCOMES = ("PASS", "FAIL", "TIMEOUT", "CRASH")
@@ -53,8 +55,8 @@ class Stage:
 class Bench:
     """A device, and everything drawn and measured on it. One per run; kernels come and go as Workers."""
 
-    def __init__(self, spec: OpSpec, device: torch.device, run_dir: Path, allow_tf32: bool = False):
-        self.spec, self.device, self.run_dir, self.allow_tf32 = spec, device, run_dir, allow_tf32
+    def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
+        self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
         self.generator = fresh_generator(device)
         self.noise = fresh_generator(device)
@@ -86,14 +88,19 @@ class Bench:
         doubled = {n: t.double() if t.is_floating_point() else t for n, t in layout.views(private).items()}
         return self.spec.reference(**doubled, **case.scalars)
 
-    def baseline(self, case: Case, layout: Layout, private: torch.Tensor) -> torch.Tensor:
-        return self.spec.baseline(**layout.views(private), **case.scalars)
+    def yardstick(self, case: Case, layout: Layout, private: torch.Tensor) -> torch.Tensor:
+        """PyTorch's own result in the case's dtype, whose error bounds the kernel's."""
+        return (self.spec.yardstick or self.spec.baseline)(**layout.views(private), **case.scalars)
 
-    def verdict(self, case: Case, out: torch.Tensor, ref: torch.Tensor, torch_out: torch.Tensor | None) -> Comparison:
-        if torch_out is not None and torch_out.dtype != out.dtype:
-            torch_out = torch_out.to(out.dtype)
+    def judged(self, case: Case, layout: Layout, private: torch.Tensor, out: torch.Tensor) -> Comparison:
+        """Compare one output with the oracle and the yardsticks, all computed here from the private inputs."""
+        ref, perturbed = self.expected(case, layout, private), None
+        if case.stage == "numerical_stability":
+            shaken = perturb(layout.views(private), self.generator)
+            perturbed = self.spec.reference(**shaken, **case.scalars)
         return compare(
-            out, ref, torch_out, depth=self.spec.depth(case.size), factor=self.spec.tolerance, exact=case.exact,
+            out, ref, self.yardstick(case, layout, private).to(out.dtype), depth=self.spec.depth(case.size),
+            factor=self.spec.tolerance, rms_factor=self.spec.rms_factor, perturbed=perturbed, exact=case.exact,
             allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
@@ -103,19 +110,47 @@ class Bench:
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
-    def worker(self, name: str, cache_key: str, cases: list[Case]) -> Worker:
+    def worker(self, cache_key: str, cases: list[Case]) -> Worker:
+        """A child with room for the largest of the cases."""
         size = max(self.layout(case).total for case in cases)
-        return Worker(self.device, self.run_dir, name, cache_key, size)
+        return Worker(self.launcher.take(), self.device, cache_key, size)
 
-    def open_kernel(self, source: KernelSource, cases: list[Case], limits: Limits, name: str = "candidate") -> Worker:
-        """Start a child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
-        worker = self.worker(name, source.sha256[:32], cases)
+    def open_kernel(self, source: KernelSource, cases: list[Case]) -> Worker:
+        """A child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
+        worker = self.worker(source.sha256[:32], cases)
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
     def load_kernel(self, worker: Worker, limits: Limits) -> dict[str, Any]:
         worker.share(self.flush_bytes, START_SECONDS)
         return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+
+    def compile_ahead(self, source: KernelSource, cases: list[Case], limits: Limits) -> None:
+        """Call a new kernel on its cases in several children at once, to fill its compile cache. Nothing is judged.
+
+        One child would compile a dozen variants one after the other; failures show again where they are judged.
+        """
+        parts = min(6, (os.cpu_count() or 1) // 2 - 1)
+        ordered = sorted(cases, key=lambda case: (case.dtype, case.stage, case.name))
+        if parts < 2:
+            return
+        with ThreadPoolExecutor(parts) as pool:
+            for part in range(parts):
+                mine = ordered[part * len(ordered) // parts : (part + 1) * len(ordered) // parts]
+                pool.submit(self._call_each, source, mine, limits)
+
+    def _call_each(self, source: KernelSource, cases: list[Case], limits: Limits) -> None:
+        worker = self.open_kernel(source, cases)
+        try:
+            self.load_kernel(worker, limits)
+            for case in cases:
+                layout = self.layout(case)
+                worker.stage(layout, self.draw(case, layout))
+                worker.call(layout, case.scalars, limits.call)
+        except WorkerFailure:
+            pass
+        finally:
+            worker.close()
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
@@ -137,26 +172,46 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
         return "output shares memory with an input"
     if out["aliases_previous"]:
         return "output shares memory with the previous call's output, which is still in use: allocate a new one"
+    if out["requires_grad"]:
+        return "output requires a gradient: work on detached tensors"
     if reply["late"]:
         return "output changed after the call had returned: work was left running"
+    if left := strings(reply["left"]):
+        return f"kernel_fn left something behind: {', '.join(left)[:300]}"
     return ""
+
+
+def ask_once(
+    bench: Bench, worker: Worker, case: Case, private: torch.Tensor, limits: Limits, wait: float | None = None
+) -> tuple[dict[str, Any], str]:
+    """Stage `private`, call the kernel, weigh what it returned but not its values. Returns the reply and the fault."""
+    layout = bench.layout(case)
+    worker.stage(layout, private)
+    reply = worker.call(layout, case.scalars, limits.call, bench.random_wait() if wait is None else wait)
+    fault = reply_fault(reply, layout)
+    if not fault and not worker.inputs_untouched(layout, private):
+        fault = "an input, or memory beside it, was overwritten"
+    return reply, fault
+
+
+def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
+    """What is wrong with the values of the last call's output; the right ones are computed only now.
+
+    So until the answer came, the right answer to these inputs existed nowhere; and the arena is looked at again after.
+    """
+    layout = bench.layout(case)
+    result = bench.judged(case, layout, private, worker.output(layout))
+    if result.ok and not worker.output_settled(layout):
+        return "output was written after the call had been answered: work was left running"
+    return result.reason
 
 
 def call_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
     """Run one case with fresh content; "" if right, else why not."""
-    layout = bench.layout(case)
-    private = bench.draw(case, layout)
-    worker.stage(layout, private)
-    reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+    private = bench.draw(case, bench.layout(case))
+    reply, fault = ask_once(bench, worker, case, private, limits)
     replies.append(reply)
-    fault = reply_fault(reply, layout)
-    if not fault and not worker.inputs_untouched(layout, private):
-        fault = "an input, or memory beside it, was overwritten"
-    if fault:
-        return fault
-    ref = bench.expected(case, layout, private)
-    result = bench.verdict(case, worker.output(layout), ref, bench.baseline(case, layout, private))
-    return result.reason
+    return fault or value_fault(bench, worker, case, private)
 
 
 def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
@@ -164,13 +219,12 @@ def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, 
     layout = bench.layout(case)
     private, first = bench.draw(case, layout), None
     for content in (private, bench.draw(case, layout), private, private):
-        worker.stage(layout, content)
-        reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+        reply, fault = ask_once(bench, worker, case, content, limits)
         replies.append(reply)
-        if fault := reply_fault(reply, layout):
+        if fault:
             return fault
         if content is private:
-            out = worker.output(layout).clone()
+            out = worker.output(layout)
             if first is not None and not same_bits(first, out):
                 differing = int((first != out).sum())
                 return f"{differing} of {out.numel()} elements differ between two runs on the same inputs"
@@ -182,23 +236,27 @@ def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, 
 
 
 def near_duplicate_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
-    """Two calls whose inputs differ in one random element: the second answer must follow it."""
+    """Calls whose inputs differ in one random element, or in the order of two: each answer must follow."""
     layout = bench.layout(case)
     private = bench.draw(case, layout)
-    for _ in range(2):
-        worker.stage(layout, private)
-        reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
+    for change in ("", "one element changed", "two elements swapped", "one element changed"):
+        _nudge(layout.views(private), change)
+        reply, fault = ask_once(bench, worker, case, private, limits)
         replies.append(reply)
-        if fault := reply_fault(reply, layout):
-            return fault
-        ref = bench.expected(case, layout, private)
-        result = bench.verdict(case, worker.output(layout), ref, bench.baseline(case, layout, private))
-        if not result.ok:
-            return f"after one element changed: {result.reason}"
-        target = next(iter(layout.views(private).values()))
-        at = tuple(random.SystemRandom().randrange(n) for n in target.shape)
-        target[at] = 8.0 + abs(target[at])
+        if fault := fault or value_fault(bench, worker, case, private):
+            return f"after {change}: {fault}" if change else fault
     return ""
+
+
+def _nudge(tensors: dict[str, torch.Tensor], change: str) -> None:
+    """Change one random element of a random tensor, or swap two."""
+    dice = random.SystemRandom()
+    target = dice.choice([t for t in tensors.values() if t.is_floating_point() and t.numel() > 1])
+    here, there = (tuple(dice.randrange(n) for n in target.shape) for _ in range(2))
+    if change == "one element changed":
+        target[here] = 8.0 + abs(target[here])
+    elif change == "two elements swapped":
+        target[here], target[there] = target[there].clone(), target[here].clone()
 
 
 def run_stages(
@@ -208,6 +266,7 @@ def run_stages(
     limits: Limits,
     declared_nondeterministic: bool = False,
     progress: Callable[[str], None] = lambda text: None,
+    after_smoke: Callable[[], None] = lambda: None,
 ) -> tuple[list[Stage], list[dict]]:
     """Ask the worker every case, stage by stage, and stop after the first stage that fails.
 
@@ -233,6 +292,8 @@ def run_stages(
                 stage.passed += 1
         if stage.outcome != "PASS":
             break
+        if stage is stages[0]:
+            after_smoke()
     return stages, replies
 
 
@@ -244,7 +305,9 @@ def _fault_of(bench, worker, case, limits, replies, declared_nondeterministic) -
     return call_fault(bench, worker, case, limits, replies)
 
 
-def correctness_cases(bench: Bench, source: KernelSource, primary: list[Case], dtype: str) -> tuple[list[Case], list[str]]:
+def correctness_cases(
+    bench: Bench, source: KernelSource, primary: list[Case], dtype: str
+) -> tuple[list[Case], list[str]]:
     """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU."""
     accepts = set(source.parameters) & set(bench.spec.optional_names())
     cases = bench.spec.cases(bench.on_gpu, accepts, random.SystemRandom(), dtype)

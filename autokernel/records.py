@@ -158,16 +158,19 @@ class Ledger:
     workspace: Path = field(default_factory=paths.workspace)
     timeout: float = 30.0
 
+    def __post_init__(self) -> None:
+        # Beside the ledger, so that workers with their own workspace share it.
+        self._lock = FileLock(str(self.path.parent / "workspace" / f"{self.path.name}.lock"))
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One writer at a time. The lock lies beside the ledger, so workers with their own workspace share it."""
-        lock_file = self.path.parent / "workspace" / f"{self.path.name}.lock"
+        """One writer at a time; may be held around several calls of this Ledger (decide, commit, append)."""
+        lock_file = Path(self._lock.lock_file)
         holder = lock_file.with_suffix(".pid")      # not in the lock file: some filelock versions truncate it
         with _clear_errors("cannot lock", lock_file):
             lock_file.parent.mkdir(parents=True, exist_ok=True)
-            held = FileLock(str(lock_file))
             try:
-                held.acquire(timeout=self.timeout)
+                self._lock.acquire(timeout=self.timeout)
             except Timeout:
                 pid = holder.read_text().strip() if holder.exists() else "unknown"
                 raise RecordError(f"{self.path} is in use by process {pid} (waited {self.timeout:g} s); "
@@ -177,7 +180,7 @@ class Ledger:
                 holder.write_text(str(os.getpid()))
             yield
         finally:
-            held.release()
+            self._lock.release()
 
     def append(self, row: Row, source: bytes | None = None, record: Mapping[str, Any] | None = None,
                extra: Mapping[str, bytes] | None = None) -> Row:

@@ -41,7 +41,8 @@ def block(values: dict[str, Any]) -> str:
         if key == "speedup_vs_best" and values.get(key) is not None:
             text += f" +-{values['gain_spread_pct'] / 100:.4f}"
         lines.append(f"{key + ':':<{width}} {text}")
-    return "\n".join(lines + table(values.get("sizes") or []))
+    lines += table(values.get("sizes") or [])
+    return "\n".join(lines + (kernels(values["profile"]) if values.get("profile") else []))
 
 
 def table(sizes: list[dict[str, Any]]) -> list[str]:
@@ -52,9 +53,21 @@ def table(sizes: list[dict[str, Any]]) -> list[str]:
         bound = "compute" if size.get("bottleneck") == "compute" else "bandwidth"
         extra = {"pct_peak": size.get(f"pct_peak_{bound}"), "pct_measured": size.get(f"pct_measured_{bound}")}
         rows.append([shown({**size, **extra}.get(key)) for key, _ in COLUMNS.values()])
-    widths = [width for _, width in COLUMNS.values()]
-    return ["", *("  ".join(f"{c:<{w}}" if i == 0 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(r, widths, strict=True)))
-                  for r in rows)]  # fmt: skip
+    aligned = [f"{'<' if i == 0 else '>'}{width}" for i, (_, width) in enumerate(COLUMNS.values())]
+    return ["", *("  ".join(format(c, how) for c, how in zip(row, aligned, strict=True)).rstrip() for row in rows)]
+
+
+def kernels(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of --profile: per call, which kernels ran and for how long."""
+    lines = ["", "calls        us  kernel (workspace/profile/trace.json has the timeline)"]
+    return lines + [f"{row['calls']:>5.3g}  {row['us']:>8.2f}  {row['kernel'][:90]}" for row in rows]
+
+
+def calibration(values: Any) -> str:
+    """What --calibrate measured."""
+    rows = {"copy_gb_s": values.copy_gb_s, "read_gb_s": values.read_gb_s}
+    rows |= {f"{name}_tflops": rate for name, rate in values.tflops.items()}
+    return "\n".join(f"{name + ':':<16} {shown(value)}" for name, value in rows.items())
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
-"""One run of the judge, from a kernel file to a record: stages, timing, roofline. `bench.py` prints what this returns."""
+"""One run of the judge, from a kernel file to a record: stages, timing, roofline. `bench.py` prints what it returns."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -13,15 +16,18 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from autokernel import calibrate as calibration_run
 from autokernel import gpu, ops
-from autokernel.judge import Bench, Limits, Stage, correctness_cases, run_stages
-from autokernel.paths import cache_dir
+from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.paths import atomic_write, cache_dir, workspace
+from autokernel.process import Launcher
 from autokernel.records import RunRecord, now
-from autokernel.source import KernelError, KernelSource, read_kernel
+from autokernel.review import vendor_calls
+from autokernel.source import KernelError, read_kernel
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.targets import Target, active_target
-from autokernel.timing import Timing, time_case
-from autokernel.worker import WorkerFailure, run_folder
+from autokernel.timing import Timing, foul_play, time_case
+from autokernel.worker import Worker, WorkerFailure
 
 # the key block, in order; every run prints every key, `n/a` where there is no number
 KEYS = (
@@ -30,7 +36,8 @@ KEYS = (
     "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
     "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
     "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
-    "noise_pct", "launch_us", "compile_seconds", "vendor_library", "quick", "bench_time_seconds",
+    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "quick",
+    "bench_time_seconds",
 )  # fmt: skip
 
 
@@ -43,6 +50,7 @@ class Options:
     quick: bool = False
     compile_baseline: bool = False
     allow_tf32: bool = False
+    profile: bool = False
     best: Path | None = None
     dtype: str = ""
     device: str = ""
@@ -53,7 +61,7 @@ class UsageError(ValueError):
     """An option that cannot be honoured; one line with what is allowed."""
 
 
-def run(options: Options, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
+def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
     """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
 
     Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU.
@@ -71,8 +79,8 @@ def run(options: Options, progress: Callable[[str], None] = lambda text: None) -
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
         best = read_kernel(options.best, source.kernel_type) if options.best else None
         session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
-        with gpu_lock(device), run_folder() as folder:
-            values |= session.run(folder)
+        with gpu_lock(device):
+            values |= session.run(launcher)
     except KernelError as error:
         with contextlib.suppress(OSError):
             data = options.kernel.read_bytes()
@@ -89,30 +97,27 @@ class _Session:
         self.spec, self.source, self.best, self.options = spec, source, best, options
         self.device, self.progress, self.target = device, progress, target
         self.limits = Limits(call=options.timeout, load=options.timeout)
-        self.omit = tuple(n for n in spec.optional_names() if n in spec.args and n not in source.parameters)
         self.dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
 
-    def run(self, folder: Path) -> dict[str, Any]:
-        bench = Bench(self.spec, self.device, folder, self.options.allow_tf32)
+    def run(self, launcher: Launcher) -> dict[str, Any]:
+        bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
         primary = self.target.cases() if self.target else []
         cases, left_out = correctness_cases(bench, self.source, primary, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
         timed = self._timed_cases(bench, primary)
+        # read before the kernel runs: nothing it does can move the physical floor
+        self.gpu = gpu.detect() if bench.on_gpu else None
+        self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
         if not timed:
             raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
         every = cases + timed
-        # started together: importing PyTorch takes seconds
-        workers = {"candidate": bench.open_kernel(self.source, every, self.limits)}
-        try:
-            workers["baseline"] = bench.worker("baseline", "baseline", timed)
-            if self.best:
-                workers["best"] = bench.open_kernel(self.best, timed, self.limits, "best")
-            values = {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
-        finally:
-            for worker in workers.values():
-                worker.close()
-        return values
+        workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker("baseline", timed)}
+        if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
+            workers["compiled"] = bench.worker("baseline", timed)
+        if self.best:
+            workers["best"] = bench.open_kernel(self.best, timed)
+        return {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
 
     def _judged(self, bench: Bench, workers, cases: list[Case], timed: list[Case]) -> dict[str, Any]:
         stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in STAGES]
@@ -121,8 +126,9 @@ class _Session:
             self.progress("starting")
             loaded = bench.load_kernel(workers["candidate"], self.limits)
             stages, replies = run_stages(
-                bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress
-            )
+                bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
+                lambda: self._compile_ahead(bench, workers["candidate"], cases),
+            )  # fmt: skip
             values["compile_seconds"] = loaded["seconds"] + (replies[0]["host_s"] if replies else 0.0)
         except WorkerFailure as failure:
             stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
@@ -131,27 +137,58 @@ class _Session:
         if values["correctness"] != "PASS":
             return values
         try:
-            self._start_others(bench, workers)
-            device = gpu.detect() if bench.on_gpu else None
-            calibration = gpu.load_calibration(device) if device else None
-            timings = []
-            for case in timed:
-                timing = time_case(
-                    bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
-                )
-                if timing.invalid:
-                    return values | {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
-                timings.append(timing)
+            return values | self._timed(bench, workers, timed)
         except WorkerFailure as failure:
-            detail = {"traceback": failure.detail}
-            return values | {"correctness": failure.outcome, "reason": f"while timing: {failure}", **detail}
-        rows = [size_values(bench, t, device, calibration) for t in timings]
-        primary = next((r for r in rows if r["size"] == self.spec.primary), rows[0])
-        return values | rows[0 if self.target else rows.index(primary)] | {"sizes": rows}
+            reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
+            return values | reason | {"traceback": failure.detail}
+
+    def _compile_ahead(self, bench: Bench, candidate: Worker, cases: list[Case]) -> None:
+        done = candidate.cache / "compiled"  # so that a source is compiled ahead once, not in every run
+        if bench.on_gpu and not done.exists():
+            self.progress("compiling")
+            bench.compile_ahead(self.source, [c for c in cases if c.stage != "smoke_test"], self.limits)
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
+
+    def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
+        self._start_others(bench, workers)
+        device, calibration = self.gpu, self.calibration
+        timings = []
+        for case in timed:
+            timing = time_case(
+                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
+            )
+            if timing.invalid:
+                return {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
+            timings.append(timing)
+        # a target's own shape comes first; otherwise the spec names the size that stands for the operator
+        main = next((t for t in timings if t.case.name == self.spec.primary and not self.target), timings[0])
+        extra = self._looked_into(bench, workers["candidate"], main.case)
+        if fault := foul_play(bench, timings, workers, self.limits):
+            return {"correctness": "FAIL", "reason": fault}
+        rows = [size_values(bench, timing, device, calibration) for timing in timings]
+        return rows[timings.index(main)] | {"sizes": rows} | extra
+
+    def _looked_into(self, bench: Bench, worker: Worker, case: Case) -> dict[str, Any]:
+        """What the kernel is made of: resources, library calls, and a profile if one was asked for."""
+        layout = bench.layout(case)
+        worker.stage(layout, bench.draw(case, layout))
+        values: dict[str, Any] = worker.resources()
+        library = vendor_calls(*worker.audit(layout, case.scalars, self.limits.call))
+        values |= {"vendor_library": bool(library), "vendor_calls": library, "confinement": worker.confinement}
+        if self.options.profile:
+            values["profile"] = worker.profile(layout, case.scalars, self.limits.call)
+            folder = workspace() / "profile"
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (worker.folder / "trace.json").is_symlink():
+                shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
+        return values
 
     def _start_others(self, bench: Bench, workers) -> None:
-        workers["baseline"].share(bench.flush_bytes, 180)
-        workers["baseline"].ask("load", 180, op=self.spec.name)
+        for name in ("baseline", "compiled"):
+            if name in workers:
+                workers[name].share(bench.flush_bytes, START_SECONDS)
+                workers[name].ask("load", START_SECONDS, op=self.spec.name, compile=name == "compiled")
         if "best" in workers:
             bench.load_kernel(workers["best"], self.limits)
 
@@ -163,7 +200,8 @@ class _Session:
             known = ", ".join(["all", *shapes])
             raise UsageError(f"unknown --sizes {asked!r} for {self.spec.name}; known: {known}")
         names = list(shapes) if asked == "all" else [asked] if asked else [] if targets else list(self.spec.timed)
-        named = [Case(n, "timing", shapes[n], self.dtype, omit=self.omit) for n in names]
+        optional = tuple(n for n, a in self.spec.args.items() if a.optional)  # the plain operator is what is timed
+        named = [Case(n, "timing", shapes[n], self.dtype, omit=optional) for n in names]
         return [case for case in targets + named if bench.fits(case)]
 
 
@@ -182,10 +220,10 @@ def stage_values(stages: list[Stage], quick: bool) -> dict[str, Any]:
 
 def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibration) -> dict[str, Any]:
     """The numbers of one size."""
-    case, seconds = timing.case, timing.seconds
+    case, seconds = timing.case, timing.seconds()
     spec = device.spec if device else None
     roof = gpu.roofline(timing.flops, timing.bytes, seconds, case.dtype, spec, calibration, bench.allow_tf32)
-    pytorch, best = timing.vs_pytorch, timing.vs_best
+    pytorch, best = timing.speedup_over("baseline"), timing.speedup_over("best")
     input_bytes = bench.layout(case).input_bytes
     values = {
         "size": case.name,
@@ -199,21 +237,47 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
         "bottleneck": roof.bottleneck,
         "flops": timing.flops,
         "bytes": timing.bytes,
-        "peak_vram_mb": (timing.candidate.peak_bytes + input_bytes) / 2**20 if bench.on_gpu else None,
-        "pytorch_latency_us": timing.baseline_seconds * 1e6,
+        "peak_vram_mb": (timing.samples["candidate"].peak_bytes + input_bytes) / 2**20 if bench.on_gpu else None,
+        "pytorch_latency_us": timing.seconds("baseline") * 1e6,
         "speedup_vs_pytorch": pytorch.value,
         "speedup_vs_pytorch_spread": pytorch.spread,
         "noise_pct": 100 * timing.noise,
         "launch_us": timing.launch_seconds * 1e6,
-        "repetitions": len(timing.candidate.device),
-        "device_us": [round(s * 1e6, 3) for s in timing.candidate.device],
+        "repetitions": len(timing.samples["candidate"].device),
+        "wall_us": {n: round(statistics.median(sample.wall) * 1e6, 1) for n, sample in timing.samples.items()},
+        "device_us": {n: [round(s * 1e6, 3) for s in sample.device] for n, sample in timing.samples.items()},
     }
     for name in ("pct_peak_compute", "pct_peak_bandwidth", "pct_measured_compute", "pct_measured_bandwidth"):
         values[name] = getattr(roof, name)
+    if "compiled" in timing.samples:
+        keep_compiled_ratio(bench, case, timing.seconds("baseline") / timing.seconds("compiled"))
+    if ratio := compiled_ratio(bench, case):
+        values["speedup_vs_compile"] = pytorch.value / ratio
     if best:
         values |= {"speedup_vs_best": best.value, "gain_spread_pct": 100 * best.spread}
         values["paired_gain_pct"] = 100 * (best.value - 1)
     return values
+
+
+def _compiled_path(bench: Bench, case: Case) -> Path:
+    """Where the cached comparison of torch.compile with eager PyTorch lies: one file per shape, device and version."""
+    tensors = [str(t) for t in bench.spec.tensors(case).values()]
+    device = gpu.detect().key if bench.on_gpu else "cpu"
+    key = "|".join([bench.spec.name, device, torch.__version__, str(dict(case.scalars)), *tensors])
+    return cache_dir() / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def compiled_ratio(bench: Bench, case: Case) -> float | None:
+    """How many times faster torch.compile (max-autotune) is than the eager operator, if it was ever measured here."""
+    try:
+        return float(json.loads(_compiled_path(bench, case).read_text())["faster_than_eager"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def keep_compiled_ratio(bench: Bench, case: Case, ratio: float) -> None:
+    values = {"op": bench.spec.name, "case": case.label, "faster_than_eager": ratio, "measured": now()}
+    atomic_write(_compiled_path(bench, case), json.dumps(values).encode())
 
 
 def _device_values(device: torch.device) -> dict[str, Any]:
@@ -243,3 +307,12 @@ def gpu_lock(device: torch.device, timeout: float = 600):
         raise GpuBusy(f"another run holds this GPU ({path}); waited {timeout:.0f} s") from None
 
 
+
+
+def calibrate() -> gpu.Calibration:
+    """Measure this GPU's ceilings with nothing beside it, and keep them. Raises UsageError where there is no GPU."""
+    device = gpu.detect()
+    if device is None:
+        raise UsageError("--calibrate measures a GPU and there is none here")
+    with gpu_lock(torch.device("cuda")):
+        return calibration_run.calibrate(device)

@@ -118,6 +118,8 @@ class OpSpec:
     exact: Mapping[str, str] | str | None = None  # content with exactly representable sums, if there is one
     out_dtype: str = "float"
     tolerance: float = 1.0  # factor on TOLERANCES
+    rms_factor: float = 2.0  # the kernel's rms error over the yardstick's, at most
+    yardstick: Callable[..., torch.Tensor] | None = None  # whose error bounds the kernel's; the baseline's by default
     timed: tuple[str, ...] = ("medium", "large")
     primary: str = "large"
     dtypes: tuple[str, ...] = ("fp16", "bf16", "fp32")

@@ -1,27 +1,24 @@
-"""The judge's hold on a child process: start it, share memory with it, ask it for one call at a time, end it for good.
+"""The judge's hold on a child process: share memory with it, ask it for one call at a time, end it for good.
 
-A child has its own session, an allow-listed environment, an isolated interpreter and private folders. Tensors are
-shared through one arena of bytes (CUDA IPC on a GPU, a mapped file otherwise) with two input regions: the stage, which
-the judge writes, and the working copy, which the kernel reads, and which the judge compares bit for bit with its own
-private copy after the call, the random bytes between the tensors included.
+Tensors are shared through one arena of bytes (CUDA IPC on a GPU, anonymous memory otherwise) with two input regions:
+the stage, which the judge writes, and the working copy, which the kernel reads, and which the judge compares bit for
+bit with its own private copy after the call, the random bytes between the tensors included. The output is copied out
+of the arena the moment the answer comes, and compared with it again when the judge has computed its own.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import json
-import os
+import math
 import random
 import secrets
-import shutil
+import select
 import signal
 import socket
 import struct
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,15 +27,14 @@ from typing import Any
 
 import torch
 
-from autokernel.paths import cache_dir, workspace
+from autokernel.compare import same_bits
+from autokernel.paths import cache_dir
+from autokernel.process import Child
 from autokernel.spec import TensorSpec
 
-CHILD = Path(__file__).with_name("child.py")
+CONFINED = True  # only the measurement of what the defences cost turns this off
+LONGEST_ANSWER = 1 << 18
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
-KEPT_VARIABLES = (
-    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUTLASS_PATH",
-    "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS", "CC", "CXX", "SYSTEMROOT",
-)  # fmt: skip
 
 
 class WorkerFailure(Exception):
@@ -89,56 +85,53 @@ def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
 class Worker:
     """One child process and the arena shared with it."""
 
-    def __init__(self, device: torch.device, run_dir: Path, name: str, cache_key: str, arena_bytes: int):
-        self.device, self.name = device, name
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=run_dir))
-        self.nonce = secrets.token_hex(16)
-        self.log = self.folder / "output.log"
+    def __init__(self, child: Child, device: torch.device, cache_key: str, arena_bytes: int):
+        self.child, self.device, self.arena_bytes = child, device, arena_bytes
         self.cache = cache_dir() / "kernels" / cache_key
-        self.arena_bytes = arena_bytes
-        ours, theirs = socket.socketpair()
-        self.sock = ours
-        with theirs, open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", str(CHILD), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                cwd=self.folder,
-                env=self._environment(),
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-        self._count = 0
+        self.cache.mkdir(parents=True, exist_ok=True)
+        self.confinement = ""
+
+    @property
+    def folder(self) -> Path:
+        return self.child.folder
 
     def _environment(self) -> dict[str, str]:
-        kept = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
-        private = {"HOME": self.folder, "TMPDIR": self.folder, "TRITON_CACHE_DIR": self.cache / "triton"}
-        private |= {"TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor", "AUTOKERNEL_CACHE": cache_dir()}
-        kept |= {k: str(v) for k, v in private.items()}
+        """Where compilers keep what they made: apart for each source, so that no kernel finds another's files."""
+        places = {"TRITON_CACHE_DIR": self.cache / "triton", "TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor"}
+        places["AUTOKERNEL_CACHE"] = self.cache
+        # torch.compile in a kernel compiles without a pool of processes that would outlive the call
+        fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
         if self.device.type == "cpu":
-            kept["TRITON_INTERPRET"] = "1"
-        # PyTorch's event handles and Triton's compiler threads need no more than this
-        return kept | {"AUTOKERNEL_RUN": self.nonce, "PYTHONDONTWRITEBYTECODE": "1"}
+            fixed["TRITON_INTERPRET"] = "1"
+        return {k: str(v) for k, v in places.items()} | fixed
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
     def share(self, flush_bytes: int, timeout: float) -> None:
         """Make the arena and have the child open it. Waits for the child's start."""
         if self.device.type == "cuda":
-            self.arena = torch.empty(self.arena_bytes, dtype=torch.uint8, device=self.device)
+            self.arena = self._cuda_arena()
             storage = self.arena.untyped_storage()
             handle = [_coded(v) for v in storage._share_cuda_()]
             described = {"kind": "ipc", "handle": handle, "offset": self.arena.storage_offset()}
         else:
-            path = self.folder / "arena"
-            with open(path, "wb") as file:
-                file.truncate(self.arena_bytes)
-            self.arena = torch.from_file(str(path), shared=True, size=self.arena_bytes, dtype=torch.uint8)
-            described = {"kind": "file", "path": str(path)}
+            self.child.size_memory(self.arena_bytes)
+            path = f"/proc/self/fd/{self.child.memory}"
+            self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
+            described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        self.ask("setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes)
+        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED else []
+        answer = self.ask(
+            "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
+            environment=self._environment(), writable=writable,
+        )  # fmt: skip
+        self.confinement = str(answer.get("confinement"))
+
+    def _cuda_arena(self) -> torch.Tensor:
+        """Memory of its own: an IPC handle opens the whole allocation, so nothing else of the judge may lie in it."""
+        self.pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self.pool):
+            return torch.empty(self.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def stage(self, layout: Layout, private: torch.Tensor) -> None:
         """Write the inputs, and noise over the output."""
@@ -149,17 +142,63 @@ class Worker:
         return torch.equal(self.arena[layout.input_bytes : 2 * layout.input_bytes], private)
 
     def output(self, layout: Layout) -> torch.Tensor:
+        """The last call's output, copied out of the arena when its answer came."""
+        return self.taken
+
+    def output_settled(self, layout: Layout) -> bool:
+        """Whether the arena still holds what was taken: nothing wrote there after the answer."""
+        return same_bits(self._arena_output(layout), self.taken)
+
+    def _arena_output(self, layout: Layout) -> torch.Tensor:
         return view_of(self.arena, 2 * layout.input_bytes, layout.output)
 
     def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0) -> dict[str, Any]:
-        """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned."""
+        """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
+
+        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory.
+        """
         self._synchronize()
+        started = time.perf_counter()
+        reply = self._ask_about(layout, scalars, timeout, "call", wait_s)
+        self.taken = self._arena_output(layout).clone()
+        self._synchronize()
+        if fault := malformed(reply):
+            self.child.kill()
+            raise WorkerFailure("CRASH", f"the child's answer is malformed: {fault}")
+        return reply | {"wall_s": time.perf_counter() - started}
+
+    def audit(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> tuple[list[str], list[str]]:
+        """Names of the PyTorch operators and of the device's kernels in one more call."""
+        reply = self._ask_about(layout, scalars, timeout, "audit")
+        return strings(reply.get("operators")), strings(reply.get("kernels"))
+
+    def profile(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
+        """The device's kernels with their times; the child leaves trace.json in its folder."""
+        return self._ask_about(layout, scalars, timeout, "profile")["kernels"]
+
+    def launch_seconds(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> float:
+        """Host time of one call among many back to back, as the child says."""
+        value = self._ask_about(layout, scalars, timeout, "launch").get("host_s")
+        return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else math.nan
+
+    def replaced(self) -> list[str]:
+        """Functions of Python, PyTorch or the runner that the kernel replaced."""
+        return strings(self.ask("inspect", 30).get("changed"))
+
+    def resources(self) -> dict[str, int | None]:
+        """Registers, spilled bytes and shared memory of the compiled kernels, as far as the child knows."""
+        found = self.ask("resources", 30).get("resources")
+        found = found if isinstance(found, dict) else {}
+        values = {name: found.get(name) for name in ("registers", "spill_bytes", "smem_bytes")}
+        return {name: value if type(value) is int else None for name, value in values.items()}
+
+    def _ask_about(self, layout: Layout, scalars, timeout: float, do: str, wait_s: float = 0.0) -> dict[str, Any]:
         described = {
             name: {**_described(spec), "work": layout.input_bytes + layout.starts[name], "offset": spec.offset}
             for name, spec in layout.inputs.items()
         }
         return self.ask(
-            "call",
+            do,
             timeout,
             inputs=described,
             output={**_described(layout.output), "start": 2 * layout.input_bytes},
@@ -178,32 +217,35 @@ class Worker:
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def ask(self, do: str, timeout: float, **request: Any) -> dict[str, Any]:
-        """Send one request, wait for its answer. The judge's own clock goes into `wall_s`.
+        """Send one request, wait for its answer.
 
-        Raises WorkerFailure: TIMEOUT after `timeout` seconds, CRASH if the child ended or answered out of turn, or
-        if it reports an exception.
+        Raises WorkerFailure: TIMEOUT after `timeout` seconds, CRASH if the child ended, answered before it was asked
+        or something else than it was asked, or if it reports an exception.
         """
-        self._count += 1
-        message = json.dumps({"do": do, "id": self._count, **request}).encode()
-        started = time.perf_counter()
+        token = secrets.token_hex(8)
+        message = json.dumps({"do": do, "id": token, **request}).encode()
         deadline = time.monotonic() + timeout
         try:
-            self.sock.settimeout(timeout)
-            self.sock.sendall(struct.pack("<I", len(message)) + message)
-            head = self._read(4, deadline)
-            answer = json.loads(self._read(min(struct.unpack("<I", head)[0], 1 << 24), deadline))
+            early = bool(select.select([self.child.sock], [], [], 0)[0]) and self.child.sock.recv(1, socket.MSG_PEEK)
+            self.child.sock.settimeout(timeout)
+            self.child.sock.sendall(struct.pack("<I", len(message)) + message)
+            (length,) = struct.unpack("<I", self._read(4, deadline))
+            if early or length > LONGEST_ANSWER:
+                raise ValueError(f"answer of {length} bytes")
+            answer = json.loads(self._read(length, deadline))
+            if not isinstance(answer, dict) or answer.get("id") != token:
+                raise ValueError("the answer does not belong to the request")
         except TimeoutError:
-            self.kill()
+            self.child.kill()
             raise WorkerFailure("TIMEOUT", f"no answer within {timeout:.0f} s, killed") from None
-        except (OSError, ValueError) as error:
+        except (ValueError, RecursionError):
+            self.child.kill()
+            raise WorkerFailure("CRASH", "the kernel's process answered out of turn", self._tail()) from None
+        except OSError as error:
             raise self._gone(error) from None
-        wall = time.perf_counter() - started
-        if not isinstance(answer, dict) or answer.get("id") != self._count:
-            self.kill()
-            raise WorkerFailure("CRASH", "the child answered out of turn")
         if "error" in answer:
             raise _reported(answer["error"])
-        return {**answer, "wall_s": wall}
+        return answer
 
     def _read(self, count: int, deadline: float) -> bytes:
         data = b""
@@ -211,8 +253,8 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
-            self.sock.settimeout(left)
-            part = self.sock.recv(count - len(data))
+            self.child.sock.settimeout(left)
+            part = self.child.sock.recv(count - len(data))
             if not part:
                 raise ConnectionError("closed")
             data += part
@@ -220,39 +262,82 @@ class Worker:
 
     def _gone(self, error: Exception) -> WorkerFailure:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
-        self.kill()
-        code = self.process.returncode
+            self.child.process.wait(2)
+        self.child.kill()
+        code = self.child.process.returncode
         if code is not None and code < 0 and code != -signal.SIGKILL:
             how = f"killed by {signal.Signals(-code).name}"
         else:
             how = f"ended by itself with exit code {code}" if code != -signal.SIGKILL else f"gave no answer ({error})"
-        tail = self.log.read_text(errors="replace")[-2000:].strip() if self.log.exists() else ""
-        return WorkerFailure("CRASH", f"the kernel's process {how}", tail)
+        return WorkerFailure("CRASH", f"the kernel's process {how}", self._tail())
+
+    def _tail(self) -> str:
+        """The end of what the child printed."""
+        with contextlib.suppress(OSError), open(self.child.log, "rb") as log:
+            log.seek(max(0, self.child.log.stat().st_size - 2000))
+            return log.read(2000).decode(errors="replace").strip()
+        return ""
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def kill(self) -> None:
-        """End the child's process group and whatever left it, and wait until they are gone."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pid in _marked(self.nonce):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    def idle_activity(self, seconds: float = 0.1) -> tuple[float, float]:
+        """What the child does while nobody asks it anything: share of a core, and wake-ups per second.
+
+        PyTorch's own threads spin for a while after their work, so it is left alone first.
+        """
+        time.sleep(0.2)
+        (ran, wakes), started = self._ran(), time.perf_counter()
+        time.sleep(seconds)
+        (later, woken), elapsed = self._ran(), time.perf_counter() - started
+        return (later - ran) / elapsed, (woken - wakes) / elapsed
+
+    def _ran(self) -> tuple[float, int]:
+        """Seconds on a core and time slices so far, over all threads; coarse seconds alone where that is not kept."""
+        ran = wakes = 0
+        for entry in Path(f"/proc/{self.child.process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError):
+                nanoseconds, _, slices = map(int, entry.read_text().split())
+                ran, wakes = ran + nanoseconds, wakes + slices
+        if not ran:
+            with contextlib.suppress(OSError, ValueError):
+                ticks = Path(f"/proc/{self.child.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+                ran = sum(map(int, ticks)) * 10**7
+        return ran / 1e9, wakes
 
     def close(self) -> None:
-        self.kill()
-        self.sock.close()
-        self.arena = None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.child.close()
+        self.arena = self.taken = None
 
 
-def _reported(error: Mapping[str, Any]) -> WorkerFailure:
-    line = f" (kernel.py line {error['line']})" if error.get("line") else ""
-    kind = str(error.get("type"))
+def _reported(error: Any) -> WorkerFailure:
+    error = error if isinstance(error, dict) else {}
+    line = f" (kernel.py line {error['line']})" if isinstance(error.get("line"), int) else ""
+    kind = str(error.get("type"))[:100]
     message = " ".join(str(error.get("message")).split())[:600]
     return WorkerFailure("CRASH", f"{kind}{line}: {message}", str(error.get("traceback", "")), kind)
+
+
+def strings(value: Any) -> list[str]:
+    """A child's list of names, as far as it is one."""
+    return [v[:300] for v in value if isinstance(v, str)] if isinstance(value, list) else []
+
+
+def malformed(reply: Mapping[str, Any]) -> str:
+    """Why a reply to `call` has not the form that the child sends; "" if it has. It came from where the kernel ran."""
+    for name in ("before_s", "device_s", "after_s", "host_s"):
+        value = reply.get(name)
+        if type(value) not in (int, float) or not 0 <= value < 1e6 or (name == "device_s" and value == 0):
+            return f"{name} = {str(value)[:40]}"
+    out = reply.get("out")
+    kinds = {"type": str, "dtype": str, "layout": str, "device": str, "shape": list, "attributes": list}
+    kinds |= {"aliases_input": bool, "aliases_previous": bool, "requires_grad": bool}
+    if not isinstance(out, dict) or not isinstance(out.get("type"), str):
+        return "no description of the output"
+    if out["type"] == "torch.Tensor" and (bad := [k for k, kind in kinds.items() if type(out.get(k)) is not kind]):
+        return f"output {bad[0]}"
+    if type(reply.get("late")) is not bool or type(reply.get("peak_bytes")) is not int:
+        return "no facts about the call"
+    return "" if isinstance(reply.get("left"), list) else "no list of leftovers"
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
@@ -262,34 +347,3 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 
 def _coded(value: Any) -> Any:
     return "b" + base64.b64encode(value).decode() if isinstance(value, bytes) else value
-
-
-def _die_with_parent() -> None:
-    """A child must not outlive a judge that is killed (Linux; elsewhere it ends when the socket closes)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _marked(nonce: str) -> list[int]:
-    """Processes that carry this child's mark in their environment: forks that left the process group."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if nonce.encode() in entry.read_bytes() and int(entry.parent.name) != os.getpid():
-                found.append(int(entry.parent.name))
-    return found
-
-
-@contextlib.contextmanager
-def run_folder():
-    """A private folder under workspace/runs for one run of the judge; leftovers of killed runs are removed."""
-    base = workspace() / "runs"
-    base.mkdir(parents=True, exist_ok=True)
-    for old in base.iterdir():
-        if old.name.split("-")[0].isdigit() and not Path(f"/proc/{old.name.split('-')[0]}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

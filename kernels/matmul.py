@@ -117,15 +117,16 @@ def _tiling(a, N):
         waves = [triton.cdiv(triton.cdiv(M, m) * triton.cdiv(N, n), sms) for m, n, _ in sizes]
         _, (m, n, _) = min((w * s[0] * s[1] * s[2], s) for w, s in zip(waves, sizes, strict=True))
         warps = CONFIG["num_warps"] if m * n > 64 * 128 else 4
-    if shared < 160 * 1024:
+    if shared < 200 * 1024:
         m, n, k, stages = min(m, 128), min(n, 128), min(k, 64), min(stages, 3)
     return m, n, k, warps, stages, sms
 
 
 def kernel_fn(A, B, bias=None):
     """C (..., M, N) = A (..., M, K) @ B (K, N) + bias (N,), summed in fp32; ValueError if the sizes do not chain."""
-    if B.ndim != 2 or A.shape[-1] != B.shape[0]:
-        raise ValueError(f"matmul: A {tuple(A.shape)} @ B {tuple(B.shape)}: pass A (..., M, K) and B (K, N)")
+    if B.ndim != 2 or A.shape[-1] != B.shape[0] or A.dtype != B.dtype:
+        got = f"A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)} {B.dtype}"
+        raise ValueError(f"matmul: {got}: pass A (..., M, K) and B (K, N) of one dtype")
     a = A if A.ndim == 2 else A.reshape(-1, A.shape[-1])
     (M, K), N = a.shape, B.shape[1]
     C = torch.empty((*A.shape[:-1], N), device=A.device, dtype=A.dtype)

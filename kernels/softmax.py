@@ -2,9 +2,9 @@
 
 kernel_fn(x, dim=-1) -> softmax of x over dim, same shape and dtype, contiguous. x may have any rank and strides.
 
-Memory-bound: the least traffic is one read and one write. Rows up to MAX_BLOCK stay in registers between the two.
-Wider rows take one read pass (online maximum and sum, Milakov & Gimelshein 2018, arXiv:1805.02867) and one write pass,
-which reads the row a second time backwards: what the first pass read last is still in L2.
+Memory-bound: the least traffic is one read and one write. Rows up to MAX_BLOCK stay in registers between the two. Of a
+wider row the first WIDE_HOLD elements do; the rest is read once for an online maximum and sum (Milakov & Gimelshein
+2018, arXiv:1805.02867), then again, backwards: what was read last is still in the caches.
 """
 
 import torch
@@ -16,80 +16,88 @@ BACKEND = "triton"
 
 CONFIG = {
     "TILE": 4096,                # elements one program holds when several narrow rows share it
-    "ELEMENTS_PER_THREAD": 32,   # one-pass kernel: sets num_warps from the tile
+    "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 1024,            # rows share a program only beyond this many programs
-    "MAX_BLOCK": 16384,          # widest row kept in registers
-    "WIDE_BLOCK": 8192,          # elements per step of the two-pass kernel
+    "MAX_BLOCK": 16384,          # widest row kept whole in registers
+    "WIDE_HOLD": 16384,          # of a wider row: elements kept in registers,
+    "WIDE_BLOCK": 8192,          # elements per step of the rest,
     "WIDE_WARPS": 16,
-    "WIDE_STAGES": 2,            # loads in flight ahead of the arithmetic
+    "WIDE_STAGES": 1,            # steps in flight ahead of the arithmetic (more than 1 bypasses L1)
     "COLUMN_BLOCK": 64,          # columns per program where dim is not the contiguous one
 }
 
 
 @triton.jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)     # tl.exp also treats subnormal results: three more instructions
+
+
+@triton.jit
 def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, out_inner,
-                 ROWS: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr,
-                 EDGES: tl.constexpr, ONE_PASS: tl.constexpr, STAGES: tl.constexpr):
+                 ROWS: tl.constexpr, HOLD: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr,
+                 EDGES: tl.constexpr, STREAM: tl.constexpr, STAGES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     x_row = row // inner * x_outer + row % inner * x_inner
     out_row = row // inner * out_outer + row % inner * out_inner
-    # A row of 50257 fp16 starts at any 2-byte address. Its body is the part made of whole 16-byte vectors, so that every
-    # access to it is vectorised; head and tail, less than a vector each, are the edges.
+    # A row of 50257 fp16 starts at any 2-byte address. Its body is the whole 16-byte vectors in it, so that access to
+    # it is vectorised; head and tail, each less than a vector, are the edges.
     body = (x_row + ALIGN - 1) // ALIGN * ALIGN
     head = tl.minimum(body - x_row, n)
     vectors = tl.where(live, (n - head) // VEC, 0)[:, None]
-    lane = tl.arange(0, LANES)[None, :]
-    cell = tl.arange(0, LANES)[None, :, None] * VEC + tl.arange(0, VEC)[None, None, :]
-    x_ptrs = x_ptr + body[:, None, None] + cell
-    out_ptrs = out_ptr + ((out_row + ALIGN - 1) // ALIGN * ALIGN)[:, None, None] + cell
-    if EDGES:
-        e = tl.arange(0, 2 * VEC)[None, :]
-        column = tl.where(e < VEC, e, head[:, None] + vectors * VEC + e - VEC)
-        edge_mask = live[:, None] & (column < tl.where(e < VEC, head[:, None], n))
-        edge = tl.load(x_ptr + x_row[:, None] + column, mask=edge_mask, other=float("-inf")).to(tl.float32)
+    x_body = x_ptr + body[:, None, None]
+    out_body = out_ptr + ((out_row + ALIGN - 1) // ALIGN * ALIGN)[:, None, None]
+    e = tl.arange(0, VEC)[None, None, :]
 
-    if ONE_PASS:
-        mask = (lane < vectors)[:, :, None]
-        x = tl.load(x_ptrs, mask=mask, other=float("-inf")).to(tl.float32)
-        high = tl.max(tl.max(x, 2), 1)
-        if EDGES:
-            high = tl.maximum(high, tl.max(edge, 1))
-        power = tl.exp(x - high[:, None, None])
-        total = tl.sum(tl.sum(power, 2), 1)
-        if EDGES:
-            total += tl.sum(tl.exp(edge - high[:, None]), 1)
-        scale = 1.0 / total
-        tl.store(out_ptrs, (power * scale[:, None, None]).to(out_ptr.dtype.element_ty), mask=mask)
-    else:
+    hold_cell = tl.arange(0, HOLD)[None, :, None] * VEC + e
+    hold_mask = (tl.arange(0, HOLD)[None, :] < vectors)[:, :, None]
+    raw = tl.load(x_body + hold_cell, mask=hold_mask, other=float("-inf"))
+    if EDGES:
+        at = tl.arange(0, 2 * VEC)[None, :]
+        column = tl.where(at < VEC, at, head[:, None] + vectors * VEC + at - VEC)
+        edge_mask = live[:, None] & (column < tl.where(at < VEC, head[:, None], n))
+        edge = tl.load(x_ptr + x_row[:, None] + column, mask=edge_mask, other=float("-inf")).to(tl.float32)
+    if STREAM:
         # Each lane keeps its own maximum and sum: no exchange between threads until the row ends, and one rescaling
         # exponential per vector, not per element (the exponential unit is the second limit here).
+        lane = HOLD + tl.arange(0, LANES)[None, :]
+        cell = (HOLD + tl.arange(0, LANES))[None, :, None] * VEC + e
         lane_high = tl.full([ROWS, LANES], -3.4e38, tl.float32)
         lane_total = tl.zeros([ROWS, LANES], tl.float32)
-        steps = tl.cdiv(n, VEC * LANES)
+        steps = tl.cdiv(n // VEC - HOLD, LANES)
         for step in tl.range(0, steps, num_stages=STAGES):
             mask = (lane + step * LANES < vectors)[:, :, None]
-            x = tl.load(x_ptrs + step * (LANES * VEC), mask=mask, other=float("-inf")).to(tl.float32)
+            x = tl.load(x_body + cell + step * (LANES * VEC), mask=mask, other=float("-inf")).to(tl.float32)
             new_high = tl.maximum(lane_high, tl.max(x, 2))
-            lane_total = lane_total * tl.exp(lane_high - new_high) + tl.sum(tl.exp(x - new_high[:, :, None]), 2)
+            lane_total = lane_total * _exp(lane_high - new_high) + tl.sum(_exp(x - new_high[:, :, None]), 2)
             lane_high = new_high
-        high = tl.max(lane_high, 1)
-        if EDGES:
-            high = tl.maximum(high, tl.max(edge, 1))
-        total = tl.sum(lane_total * tl.exp(lane_high - high[:, None]), 1)
-        if EDGES:
-            total += tl.sum(tl.exp(edge - high[:, None]), 1)
-        scale = 1.0 / total
+
+    held = raw.to(tl.float32)
+    high = tl.max(tl.max(held, 2), 1)
+    if EDGES:
+        high = tl.maximum(high, tl.max(edge, 1))
+    if STREAM:
+        high = tl.maximum(high, tl.max(lane_high, 1))
+    power = _exp(held - high[:, None, None])
+    total = tl.sum(tl.sum(power, 2), 1)
+    if EDGES:
+        edge_power = _exp(edge - high[:, None])
+        total += tl.sum(edge_power, 1)
+    if STREAM:
+        total += tl.sum(lane_total * _exp(lane_high - high[:, None]), 1)
+    scale = 1.0 / total
+
+    tl.store(out_body + hold_cell, (power * scale[:, None, None]).to(out_ptr.dtype.element_ty), mask=hold_mask)
+    if EDGES:
+        edge_power *= scale[:, None]
+        tl.store(out_ptr + out_row[:, None] + column, edge_power.to(out_ptr.dtype.element_ty), mask=edge_mask)
+    if STREAM:
         for back in tl.range(0, steps, num_stages=STAGES):
             step = steps - 1 - back
             mask = (lane + step * LANES < vectors)[:, :, None]
-            x = tl.load(x_ptrs + step * (LANES * VEC), mask=mask, eviction_policy="evict_first").to(tl.float32)
-            y = tl.exp(x - high[:, None, None]) * scale[:, None, None]
-            tl.store(out_ptrs + step * (LANES * VEC), y.to(out_ptr.dtype.element_ty), mask=mask,
-                     eviction_policy="evict_first")
-    if EDGES:
-        y = tl.exp(edge - high[:, None]) * scale[:, None]
-        tl.store(out_ptr + out_row[:, None] + column, y.to(out_ptr.dtype.element_ty), mask=edge_mask)
+            x = tl.load(x_body + cell + step * (LANES * VEC), mask=mask, eviction_policy="evict_first").to(tl.float32)
+            y = (_exp(x - high[:, None, None]) * scale[:, None, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_body + cell + step * (LANES * VEC), y, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -99,22 +107,22 @@ def _columns_kernel(x_ptr, out_ptr, n, inner, x_n, out_n, x_outer, x_inner, out_
     outer = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     k = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
-    x_ptrs = x_ptr + outer * x_outer + column * x_inner + k * x_n
-    out_ptrs = out_ptr + outer * out_outer + column * out_inner + k * out_n
+    x_ptrs = x_ptr + outer * x_outer + column * x_inner
+    out_ptrs = out_ptr + outer * out_outer + column * out_inner
     high = tl.full([BLOCK_C], -3.4e38, tl.float32)
     total = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, n, BLOCK_N):
         mask = (k + start < n) & (column < inner)
-        x = tl.load(x_ptrs + start * x_n.to(tl.int64), mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptrs + (k + start) * x_n, mask=mask, other=float("-inf")).to(tl.float32)
         new_high = tl.maximum(high, tl.max(x, 0))
-        total = total * tl.exp(high - new_high) + tl.sum(tl.exp(x - new_high[None, :]), 0)
+        total = total * _exp(high - new_high) + tl.sum(_exp(x - new_high[None, :]), 0)
         high = new_high
     scale = 1.0 / total
     for start in range(0, n, BLOCK_N):
         mask = (k + start < n) & (column < inner)
-        x = tl.load(x_ptrs + start * x_n.to(tl.int64), mask=mask, other=0.0).to(tl.float32)
-        y = tl.exp(x - high[None, :]) * scale[None, :]
-        tl.store(out_ptrs + start * out_n.to(tl.int64), y.to(out_ptr.dtype.element_ty), mask=mask)
+        x = tl.load(x_ptrs + (k + start) * x_n, mask=mask, other=0.0).to(tl.float32)
+        y = _exp(x - high[None, :]) * scale[None, :]
+        tl.store(out_ptrs + (k + start) * out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def _groups(x, out, dim):
@@ -156,18 +164,18 @@ def _launch_rows(x, out, n, outer, inner):
     rows = outer[0] * inner[0]
     aligned = x.data_ptr() % 16 == 0 and (outer[1] - outer[2]) % vec == 0 and (inner[1] - inner[2]) % vec == 0
     edges = n % vec != 0 or aligned and (outer[2] % vec != 0 or inner[2] % vec != 0)
-    one_pass = n <= CONFIG["MAX_BLOCK"]
-    if one_pass:
-        lanes = triton.next_power_of_2(max(n // vec, 1))
-        # Rows share a program only when there are more rows than it takes to fill the GPU.
-        share = max(1, min(CONFIG["TILE"] // (lanes * vec), rows // CONFIG["PROGRAMS"]))
-        share = 1 << (share.bit_length() - 1)
-        warps = min(max(share * lanes * vec // (32 * CONFIG["ELEMENTS_PER_THREAD"]), 1), 32)
+    stream = n > CONFIG["MAX_BLOCK"]
+    if stream:
+        hold, lanes, share, warps = CONFIG["WIDE_HOLD"] // vec, CONFIG["WIDE_BLOCK"] // vec, 1, CONFIG["WIDE_WARPS"]
     else:
-        lanes, share, warps = CONFIG["WIDE_BLOCK"] // vec, 1, CONFIG["WIDE_WARPS"]
+        hold, lanes = triton.next_power_of_2(max(n // vec, 1)), 1
+        # Rows share a program only when there are more rows than it takes to fill the GPU.
+        share = max(1, min(CONFIG["TILE"] // (hold * vec), rows // CONFIG["PROGRAMS"]))
+        share = 1 << (share.bit_length() - 1)
+        warps = min(max(share * hold * vec // (32 * CONFIG["ELEMENTS_PER_THREAD"]), 1), 32)
     _rows_kernel[(triton.cdiv(rows, share),)](
-        x, out, rows, n, inner[0], outer[1], inner[1], outer[2], inner[2], ROWS=share, LANES=lanes, VEC=vec,
-        ALIGN=vec if aligned else 1, EDGES=edges, ONE_PASS=one_pass, STAGES=CONFIG["WIDE_STAGES"], num_warps=warps)
+        x, out, rows, n, inner[0], outer[1], inner[1], outer[2], inner[2], ROWS=share, HOLD=hold, LANES=lanes, VEC=vec,
+        ALIGN=vec if aligned else 1, EDGES=edges, STREAM=stream, STAGES=CONFIG["WIDE_STAGES"], num_warps=warps)
 
 
 def _launch_columns(x, out, n, dim, outer, inner):

@@ -1,5 +1,6 @@
 """Scaled dot-product attention per head: causal or full, grouped key/value heads, any key length."""
 
+import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
@@ -20,9 +21,13 @@ from autokernel.spec import OpSpec, arg
 
 
 def _torch(Q, K, V, causal=True, sm_scale=None):
-    """SDPA. Its own is_causal counts from the top left, so unequal lengths use the lower-right bias."""
+    """SDPA. Its own is_causal counts from the top left, so unequal lengths use the lower-right bias or a mask."""
     q_len, kv_len = Q.shape[-2], K.shape[-2]
-    mask = causal_lower_right(q_len, kv_len) if causal and q_len != kv_len and q_len > 1 else None
+    mask = None
+    if causal and 1 < q_len < kv_len:
+        mask = causal_lower_right(q_len, kv_len)
+    elif causal and q_len > kv_len:
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=Q.device).tril(kv_len - q_len)
     grouped = Q.shape[1] != K.shape[1]
     is_causal = causal and q_len == kv_len
     out = F.scaled_dot_product_attention(
@@ -40,9 +45,9 @@ def _heads(batch, heads, q_len, head_dim, kv_heads=None, kv_len=None):
 
 
 def _hidden(rng, on_gpu):
-    top, kv = (700, rng.randint(1, 3)) if on_gpu else (70, rng.randint(1, 2))
+    top, kv = (700, rng.randint(1, 3)) if on_gpu else (50, 1)
     lengths = sorted((rng.randint(1, top), rng.randint(1, top)))
-    return _heads(rng.randint(1, 2), kv * rng.randint(1, 3), lengths[0], 8 * rng.randint(2, 16), kv, lengths[1])
+    return _heads(rng.randint(1, 2), kv * rng.randint(1, 3), lengths[0], rng.choice((64, 80, 128)), kv, lengths[1])
 
 
 def _flops(s, scalars):
@@ -165,7 +170,7 @@ SPEC = OpSpec(
         "decode_gqa": _heads(8, 32, 1, 128, kv_heads=8, kv_len=2048),
     },
     edges={
-        "one": _heads(1, 1, 1, 16),
+        "one": _heads(1, 1, 1, 64),
         "prime": _heads(1, 3, 127, 64),
         "off_grid": _heads(1, 2, 1025, 64),
         "odd_head": _heads(1, 2, 100, 80),
@@ -173,22 +178,21 @@ SPEC = OpSpec(
         "cross": _heads(2, 4, 33, 64, kv_len=257),
         "longer_queries": _heads(1, 2, 150, 64, kv_len=70),
         "gqa": _heads(1, 6, 77, 64, kv_heads=2),
-        "mqa": _heads(2, 4, 64, 32, kv_heads=1),
+        "mqa": _heads(2, 4, 64, 64, kv_heads=1),
         "decode": _heads(2, 4, 1, 64, kv_heads=2, kv_len=1023),
     },
     cpu_shapes={
         "small": _heads(1, 2, 32, 32),
-        "medium": _heads(1, 2, 64, 64),
-        "large": _heads(1, 2, 128, 64),
-        "decode": _heads(1, 4, 1, 64, kv_heads=2, kv_len=200),
+        "medium": _heads(1, 1, 64, 64),
+        "large": _heads(1, 2, 96, 64),
+        "decode": _heads(1, 2, 1, 32, kv_heads=1, kv_len=130),
     },
     cpu_edges={
         "one": _heads(1, 1, 1, 16),
-        "prime": _heads(1, 1, 61, 32),
-        "odd_head": _heads(1, 2, 40, 80),
+        "odd_head": _heads(1, 1, 40, 80),
         "longer_queries": _heads(1, 1, 70, 32, kv_len=40),
-        "gqa": _heads(1, 6, 37, 32, kv_heads=2),
-        "cross": _heads(1, 2, 17, 32, kv_len=67),
+        "gqa": _heads(1, 4, 37, 32, kv_heads=2),
+        "cross": _heads(1, 1, 17, 32, kv_len=67),
     },
     flops=_flops,
     out=("batch", "heads", "q_len", "head_dim"),

@@ -17,7 +17,8 @@ def _out(size, scalars):
 
 
 def _hidden(rng, on_gpu):
-    return {"shape": (rng.randint(1, 600), rng.randint(2, 9000)) if on_gpu else (rng.randint(1, 9), rng.randint(2, 700))}
+    rows, width = (600, 9000) if on_gpu else (9, 700)
+    return {"shape": (rng.randint(1, rows), rng.randint(2, width))}
 
 
 

@@ -11,7 +11,8 @@ from autokernel.spec import OpSpec, arg
 
 
 def _hidden(rng, on_gpu):
-    return {"shape": (rng.randint(1, 600), rng.randint(2, 9000)) if on_gpu else (rng.randint(1, 9), rng.randint(2, 700))}
+    rows, width = (600, 9000) if on_gpu else (9, 700)
+    return {"shape": (rng.randint(1, rows), rng.randint(2, width))}
 
 
 
@@ -88,6 +89,7 @@ SPEC = OpSpec(
         "constant": "constant_rows",
         "masked": "masked",
         "spike": "spike",
+        "swamp": "swamp_exp",
         "flat": "tiny",
     },
     sites={"softmax": _fused, "_softmax": _fused, "exp": _written_out},

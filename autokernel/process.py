@@ -1,0 +1,170 @@
+"""Child processes of the judge, started before anything heavy is imported: this module needs no PyTorch.
+
+A child has its own session, an allow-listed environment, an isolated interpreter, and a private folder for home and
+temporary files. It imports PyTorch while the judge does the same, which halves the time to the first answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from autokernel.paths import workspace
+
+SCRIPT = Path(__file__).with_name("child.py")
+KEPT_VARIABLES = (
+    "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUTLASS_PATH",
+    "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS", "CC", "CXX",
+)  # fmt: skip
+
+
+class Child:
+    """One process that runs child.py, its folder and our end of its socket."""
+
+    def __init__(self, run_dir: Path, name: str):
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=run_dir))
+        self.log = self.folder / "output.log"
+        self.memory = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)  # no path: nobody else opens it
+        environment = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
+        environment |= {"HOME": str(self.folder), "TMPDIR": str(self.folder)}
+        _adopt_orphans()
+        self.sock, theirs = socket.socketpair()
+        with theirs, open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno(), self.memory],
+                cwd=self.folder,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+        Child.started.add(self.process.pid)
+        self.scheduling = _scheduling(self.process.pid)
+
+    started: ClassVar[set[int]] = set()  # process ids: any other child of ours in a foreign session is a stray
+
+    def size_memory(self, count: int) -> None:
+        """Give the shared memory its size, for good."""
+        os.ftruncate(self.memory, count)
+        fcntl.fcntl(self.memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+    def companions(self) -> list[int]:
+        """Living processes that the child started, those that left its session included."""
+        return [pid for pid in _strays(self.process.pid) if pid != self.process.pid]
+
+    def rescheduled(self) -> bool:
+        """Whether somebody changed the child's or the judge's priority or processors."""
+        return self.scheduling != _scheduling(self.process.pid)
+
+    def kill(self) -> None:
+        """End the process group and whatever left it, and wait until they are gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for _ in range(100):
+            left = self.companions()
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            if not left:
+                break
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        if self.memory < 0:
+            return
+        self.kill()
+        Child.started.discard(self.process.pid)
+        self.sock.close()
+        os.close(self.memory)
+        self.memory = -1
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Launcher:
+    """Children of one run: some started ahead of need, all of them ended with the run."""
+
+    def __init__(self, run_dir: Path, ahead: int = 0):
+        self.run_dir = run_dir
+        self.children: list[Child] = []
+        self.waiting = [self._start("child") for _ in range(ahead)]
+
+    def _start(self, name: str) -> Child:
+        self.children.append(Child(self.run_dir, name))
+        return self.children[-1]
+
+    def take(self) -> Child:
+        return self.waiting.pop(0) if self.waiting else self._start("child")
+
+    def close(self) -> None:
+        for child in self.children:
+            child.close()
+
+
+@contextlib.contextmanager
+def launcher(ahead: int = 0) -> Iterator[Launcher]:
+    """A private folder under workspace/runs and the children in it; leftovers of killed runs are removed."""
+    base = workspace() / "runs"
+    base.mkdir(parents=True, exist_ok=True)
+    for old in base.iterdir():
+        if old.name.split("-")[0].isdigit() and not Path(f"/proc/{old.name.split('-')[0]}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=base))
+    started = Launcher(folder, ahead)
+    try:
+        yield started
+    finally:
+        started.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _die_with_parent() -> None:
+    """A child must not outlive a judge that is killed (Linux; elsewhere it ends when the socket closes)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """A process whose parent died becomes our child, not init's: so a daemon that a kernel started stays in reach."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+
+
+def _strays(child: int) -> list[int]:
+    """Living descendants of a child, and orphans: our children in a foreign session that we did not start."""
+    processes: dict[int, tuple[int, int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            state, parent, _, session = entry.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if state != "Z":
+                processes[int(entry.parent.name)] = int(parent), int(session)
+    me, here = os.getpid(), os.getsid(0)
+    found = [p for p, (up, session) in processes.items() if up == me and session != here and p not in Child.started]
+    found.append(child)
+    for pid in found:
+        found += [p for p, (up, _) in processes.items() if up == pid and p not in found]
+    return found
+
+
+def _scheduling(pid: int) -> list[Any]:
+    """Priority, policy and processors of a process and of this one."""
+    ask = (lambda p: os.getpriority(os.PRIO_PROCESS, p), os.sched_getscheduler, os.sched_getaffinity)
+    return [get(p) for get in ask for p in (pid, 0)]

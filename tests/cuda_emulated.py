@@ -1,0 +1,57 @@
+"""Compiles a CUDA starter for the CPU (see cuda_emulator.h), so that its logic is tested where there is no GPU."""
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+from autokernel import cuda
+
+HERE = Path(__file__).parent
+STARTERS = HERE.parent / "kernels" / "cuda"
+
+
+def load(name: str):
+    """The starter kernels/cuda/<name>.py as a module of its own."""
+    spec = importlib.util.spec_from_file_location(f"starter_cuda_{name}", STARTERS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def emulate(starter, folder: Path, **config):
+    """Make the starter run on CPU tensors, through an emulation of its kernels compiled by g++ into `folder`."""
+    defines = {**starter.CONFIG, **config}
+    source = re.sub(
+        r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", starter.CUDA_SRC
+    )
+    source = source.replace("__CUDA_ARCH__", "900")
+    launchers = cuda.parse_launchers(source, defines)
+    text = f'#include "cuda_emulator.h"\n{source}\n{cuda.glue(launchers)}'
+    (folder / "kernel.cpp").write_text(text)
+    definitions = [f"-D{name}={value}" for name, value in defines.items()]
+    # nvcc hands a .cpp to g++ as it is, with the toolkit's headers and runtime library
+    subprocess.run(
+        [
+            cuda.find_nvcc(),
+            "-O1",
+            "-std=c++17",
+            "-shared",
+            "-Xcompiler",
+            "-fPIC,-w",
+            f"-I{HERE}",
+            *definitions,
+            "kernel.cpp",
+            "-o",
+            "kernel.so",
+        ],
+        cwd=folder,
+        check=True,
+    )
+    handle = ctypes.CDLL(str(folder / "kernel.so"))
+    handle.ak_error_string.restype = ctypes.c_char_p
+    module = SimpleNamespace(**{n: cuda.bind(launcher, handle, True) for n, launcher in launchers.items()})
+    starter.compiled = lambda: module
+    return starter
