@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +123,11 @@ class OpSpec:
     timed: tuple[str, ...] = ("medium", "large")
     primary: str = "large"
     dtypes: tuple[str, ...] = ("fp16", "bf16", "fp32")
-    sites: tuple[Any, ...] = ()
+    # what a site of the operator looks like in a model's graph: anchor (an ATen operator's name) -> matcher, which
+    # yields autokernel.graph.Match claims from the anchor's node, the preferred one first; sites.py proves them
+    sites: Mapping[str, Callable[[Any], Iterator[Any]]] = field(default_factory=dict)
+    # axes that a model's batch or length changes; several scale together ("q_len+kv_len")
+    scaled: tuple[str, ...] = ()
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 

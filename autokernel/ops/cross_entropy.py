@@ -3,11 +3,31 @@
 import torch.nn.functional as F
 
 import reference
+from autokernel.graph import Match, View, name, operand, strip, value
 from autokernel.spec import OpSpec, arg
 
 
 def _sizes(rows, vocab):
     return {"rows": rows, "vocab": vocab}
+
+
+
+def _loss(node):
+    """F.cross_entropy, or nll_loss of log_softmax, with the mean over targets that are not -100."""
+    logits, targets = node.args[:2]
+    plain = operand(node, "weight") is None and operand(node, "reduction") == 1
+    if not plain or operand(node, "ignore_index") != -100 or operand(node, "label_smoothing", 0.0):
+        yield "a cross-entropy with weights, label smoothing, another reduction or another ignored index"
+        return
+    if name(node) != "cross_entropy_loss":
+        logits = strip(logits)
+        if name(logits) not in ("log_softmax", "_log_softmax"):
+            return
+        logits = logits.args[0]
+    out = () if value(node).dtype.itemsize == 4 else (("to.dtype", value(node).dtype),)
+    for x in dict.fromkeys((strip(logits), logits)):
+        yield Match(node, {"logits": View(x), "targets": View(targets)}, {}, out)
+
 
 
 SPEC = OpSpec(
@@ -64,4 +84,6 @@ SPEC = OpSpec(
         "flat": {"logits": "tiny"},
         "ignored": {"logits": "normal", "targets": "some_ignored"},
     },
+    sites={"cross_entropy_loss": _loss, "nll_loss_nd": _loss, "nll_loss": _loss},
+    scaled=("rows",),
 )

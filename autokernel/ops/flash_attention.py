@@ -5,6 +5,18 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 import reference
+from autokernel.graph import (
+    CASTS,
+    RESHAPES,
+    Match,
+    View,
+    name,
+    number,
+    only_user,
+    operand,
+    shape,
+    strip,
+)
 from autokernel.spec import OpSpec, arg
 
 
@@ -50,6 +62,88 @@ def _flops(s, scalars):
 
 
 _KV = ("batch", "kv_heads", "kv_len", "head_dim")
+
+
+_REPEAT = CASTS | RESHAPES | frozenset("expand unsqueeze repeat_interleave slice".split())
+_PRODUCTS = ("matmul", "bmm")
+
+
+def _grouped(view, heads):
+    """The keys or values before their heads were repeated for grouped queries, where they were; then as they are."""
+    node, size = view.node, shape(view.node)
+    while not view.steps and len(size) == 4 and name(node) in _REPEAT:
+        node = node.args[0]
+        few = shape(node)
+        if len(few) == 4 and few[1] < heads and (few[0], *few[2:]) == (size[0], *size[2:]) and heads % few[1] == 0:
+            yield View(node)
+            break
+    yield view
+
+
+def _claims(output, q, k, v, scale, masks):
+    """Claims with and without grouped heads, for every mask that it may be; 3-D operands get an axis of batches."""
+    out = ()
+    if len(shape(q.node)) == 3:
+        q, k, v, out = q.then("unsqueeze", 0), k.then("unsqueeze", 0), v.then("unsqueeze", 0), (("squeeze.dim", 0),)
+    usual = scale is None or abs(scale * shape(q.node)[-1] ** 0.5 - 1) < 1e-9
+    for keys, values in zip(_grouped(k, shape(q.node)[1]), _grouped(v, shape(q.node)[1]), strict=False):
+        for causal in masks:
+            scalars = {"causal": causal, "sm_scale": None if usual else scale}
+            yield Match(output, {"Q": q, "K": keys, "V": values}, scalars, out)
+
+
+def _sdpa(node):
+    if operand(node, "dropout_p"):
+        yield "attention with active dropout"
+        return
+    q, k, v = map(View, node.args[:3])
+    masks = (True, False) if operand(node, "attn_mask") is not None else (bool(operand(node, "is_causal")),)
+    yield from _claims(node, q, k, v, operand(node, "scale"), masks)
+
+
+def _written_out(node):
+    """softmax(Q K^T * scale, masked) V: from the softmax down to both products."""
+    weights, after = node, only_user(node)
+    while name(after) in CASTS | RESHAPES:
+        weights, after = after, only_user(after)
+    if name(after) not in _PRODUCTS or after.args[0] is not weights:
+        return
+    found = _scores(node.args[0], 1.0, False)
+    if found:
+        product, scale, masked = found
+        q, scale = _unscaled(product.args[0], scale)
+        keys, scale = _unscaled(product.args[1], scale)
+        axes = [d % len(shape(keys)) for d in keys.args[1:3]] if name(keys) in ("transpose", "swapaxes") else []
+        swapped = sum(axes) == 2 * len(shape(keys)) - 3 and abs(axes[0] - axes[1]) == 1  # the last two axes
+        k = View(keys.args[0]) if swapped else View(keys).then("transpose.int", -2, -1)
+        yield from _claims(after, View(q), k, View(after.args[1]), scale, (True, False) if masked else (False,))
+
+
+def _scores(node, scale, masked):
+    """(the product Q K^T, scale, is there a mask?) of an expression that gives attention scores, else None."""
+    node = strip(node, CASTS | RESHAPES)
+    kind = name(node)
+    if kind in _PRODUCTS:
+        return node, scale, masked
+    inner, factor = _unscaled(node, 1.0)
+    if inner is not node:
+        return _scores(inner, scale * factor, masked)
+    if kind in ("add", "sub", "where", "masked_fill"):
+        found = [f for n in node.all_input_nodes if (f := _scores(n, scale, True))]
+        return found[0] if len(found) == 1 else None
+    return None
+
+
+def _unscaled(node, scale):
+    """(x, scale * c) for x * c, c * x and x / c with a number c; (node, scale) for anything else."""
+    base = strip(node)
+    a, b = base.args[:2] if name(base) in ("mul", "div") else (None, None)
+    if number(b) is not None:
+        return a, scale * number(b) if name(base) == "mul" else scale / number(b)
+    if number(a) is not None and name(base) == "mul":
+        return b, scale * number(a)
+    return node, scale
+
 
 SPEC = OpSpec(
     name="flash_attention",
@@ -112,4 +206,6 @@ SPEC = OpSpec(
         "sharp": {"Q": "spike", "K": "normal", "V": "normal"},
         "same_keys": {"Q": "normal", "K": "repeat_rows", "V": "normal"},
     },
+    sites={"scaled_dot_product_attention": _sdpa, "softmax": _written_out, "_softmax": _written_out},
+    scaled=("batch", "q_len+kv_len"),
 )

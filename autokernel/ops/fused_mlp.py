@@ -1,6 +1,8 @@
 """Gated MLP: two products, an activation between them, and the product back. SwiGLU and GeGLU."""
 
 import reference
+from autokernel.graph import CASTS, RESHAPES, Match, name, number, operand, part, shape, strip
+from autokernel.ops.matmul import product
 from autokernel.spec import OpSpec, arg
 
 
@@ -18,6 +20,68 @@ def _flops(s, _):
     for n in s["rows"]:
         rows *= n
     return 2 * rows * s["hidden"] * (2 * s["dim"] + s["out"])
+
+
+
+_ELEMENTWISE = CASTS | RESHAPES | frozenset(
+    "silu gelu relu sigmoid tanh erf mul add sub div pow exp neg reciprocal square".split()
+)
+_ACTIVATIONS = {
+    "silu": "silu", "sigmoid": "silu", "exp": "silu", "gelu": "gelu", "erf": "gelu",
+    "gelu_tanh": "gelu_tanh", "tanh": "gelu_tanh", "relu": "relu",
+}  # fmt: skip
+
+
+def _factor(node):
+    """(A, B) where a node is a product without bias, or a slice of the columns of one."""
+    node = strip(node, CASTS | RESHAPES)
+    base, columns = node, None
+    if cut := part(node):
+        base, axis, start, length = cut
+        columns = (start, start + length)
+        if axis != len(shape(node)) - 1:
+            return None
+        base = strip(base, CASTS | RESHAPES)
+    found = product(base)
+    if found is None or found[2] is not None or found[3]:
+        return None
+    a, b = found[:2]
+    return a, b.then("slice.Tensor", 1, *columns) if columns else b
+
+
+def _activation(node):
+    """(the gate's product, which activation) below an elementwise expression in any spelling, else None."""
+    seen, gates, stack, visited = set(), set(), [node], set()
+    while stack:
+        at = stack.pop()
+        if at in visited:
+            continue
+        visited.add(at)
+        if found := _factor(at):
+            gates.add(found)
+        elif name(at) in _ELEMENTWISE:
+            seen.add("gelu_tanh" if name(at) == "gelu" and operand(at, "approximate") == "tanh" else name(at))
+            stack += at.all_input_nodes
+        else:
+            return None
+    kinds = {_ACTIVATIONS[k] for k in seen if k in _ACTIVATIONS}
+    return (gates.pop(), kinds.pop()) if len(kinds) == len(gates) == 1 else None
+
+
+def _gated(node):
+    """act(x @ w_gate) * (x @ w_up) on its way into another product; gate and up may be halves of one."""
+    down = product(node)
+    hidden = strip(node.args[0], CASTS | RESHAPES)
+    if down is None or down[2] is not None or name(hidden) != "mul":
+        return
+    for gate, up in (hidden.args[:2], hidden.args[1::-1]):
+        if number(gate) is not None or number(up) is not None:
+            return
+        second, first = _factor(up), _activation(gate)
+        if second and first and first[0][0] == second[0]:
+            (x, w_gate), activation = first
+            args = {"x": x, "w_gate": w_gate, "w_up": second[1], "w_down": down[1]}
+            yield Match(node, args, {"activation": activation})
 
 
 SPEC = OpSpec(
@@ -71,4 +135,6 @@ SPEC = OpSpec(
         "spike": {"x": "spike"},
         "tiny": {"x": "tiny"},
     },
+    sites=dict.fromkeys(("linear", "mm", "matmul"), _gated),
+    scaled=("rows",),
 )

@@ -3,8 +3,28 @@
 import torch.nn.functional as F
 
 import reference
-from autokernel.ops import NORM_CONTENTS, elements, norm_edges, norm_hidden
+from autokernel.graph import Match, View, name, operand, strip
+from autokernel.ops import NORM_CONTENTS, affine_outputs, elements, norm_edges, norm_hidden, scaled_by_norm
 from autokernel.spec import OpSpec, arg
+
+
+def _fused(node):
+    weight, bias = operand(node, "weight"), operand(node, "bias")
+    if len(operand(node, "normalized_shape")) == 1:
+        affine = {"weight": 1.0 if weight is None else View(weight), "bias": 0.0 if bias is None else View(bias)}
+        yield Match(node, {"x": View(node.args[0]), **affine}, {"eps": operand(node, "eps")})
+
+
+def _written_out(node):
+    """(x - mean) * rsqrt(variance + eps) * weight + bias, with casts anywhere."""
+    for centred, product, eps in scaled_by_norm(node):
+        centred = strip(centred)
+        if name(centred) == "sub":
+            for output, weight, bias in affine_outputs(product):
+                args = {"x": View(strip(centred.args[0])), "weight": weight or 1.0, "bias": bias or 0.0}
+                yield Match(output, args, {"eps": eps})
+
+
 
 SPEC = OpSpec(
     name="layernorm",
@@ -41,4 +61,6 @@ SPEC = OpSpec(
     hidden=norm_hidden,
     depth=lambda s: s["dim"],
     stability=NORM_CONTENTS,
+    sites={"layer_norm": _fused, "rsqrt": _written_out, "sqrt": _written_out, "pow": _written_out},
+    scaled=("rows",),
 )

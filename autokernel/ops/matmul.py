@@ -3,6 +3,7 @@
 import torch
 
 import reference
+from autokernel.graph import Match, View, name, operand, shape
 from autokernel.spec import OpSpec, arg
 
 
@@ -17,6 +18,33 @@ def _mnk(m, n, k):
 def _hidden(rng, on_gpu):
     top = 1500 if on_gpu else 90
     return _mnk(rng.randint(1, top), rng.randint(1, top), rng.randint(1, top))
+
+
+
+def product(node):
+    """(A, B, bias or None, views on the result) of a node that multiplies by one matrix, else None."""
+    kind = name(node)
+    if kind == "linear" and len(shape(node.args[1])) == 2:
+        bias = operand(node, "bias")
+        return View(node.args[0]), View(node.args[1]).then("t"), bias, ()
+    if kind == "addmm" and operand(node, "beta") == operand(node, "alpha") == 1 and len(shape(node.args[0])) == 1:
+        return View(node.args[1]), View(node.args[2]), node.args[0], ()
+    if kind in ("mm", "matmul", "mv"):
+        a, b = View(node.args[0]), View(node.args[1])
+        if len(shape(b.node)) == 2:
+            return a, b, None, ()
+        if len(shape(b.node)) == 1 and len(shape(a.node)) >= 2:
+            return a, b.then("unsqueeze", 1), None, (("squeeze.dim", -1),)
+    return None
+
+
+def _product(node):
+    found = product(node)
+    if found is None:
+        yield "a batched product: the operator has one matrix B"
+        return
+    a, b, bias, out = found
+    yield Match(node, {"A": a, "B": b} | ({} if bias is None else {"bias": View(bias)}), {}, out)
 
 
 SPEC = OpSpec(
@@ -80,6 +108,8 @@ SPEC = OpSpec(
         "tiny": {"A": "tiny", "B": "normal"},
     },
     exact="ints",
+    sites=dict.fromkeys(("linear", "addmm", "mm", "matmul", "mv", "bmm", "baddbmm"), _product),
+    scaled=("rows",),
 )
 
 

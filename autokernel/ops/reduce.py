@@ -5,6 +5,8 @@ import math
 import torch
 
 import reference
+from autokernel.graph import Match, View, operand, shape
+from autokernel.ops import last
 from autokernel.spec import OpSpec, arg
 
 
@@ -17,6 +19,18 @@ def _out(size, scalars):
 def _hidden(rng, on_gpu):
     rows, width = (600, 9000) if on_gpu else (9, 700)
     return {"shape": (rng.randint(1, rows), rng.randint(2, width))}
+
+
+
+def _sum(node):
+    x, dims = node.args[0], operand(node, "dim")
+    dims = list(range(len(shape(x)))) if dims is None or dims == [] else dims
+    if len(dims) == 1:
+        out = (("unsqueeze", dims[0]),) if operand(node, "keepdim") else ()
+        yield Match(node, {"x": View(x)}, {"dim": last(dims[0], x)}, out)
+    else:
+        yield f"a sum over {len(dims)} axes: the operator sums one"
+
 
 
 SPEC = OpSpec(
@@ -71,4 +85,6 @@ SPEC = OpSpec(
         "swamp": "swamp",
     },
     exact="ints",
+    sites={"sum": _sum},
+    scaled=("shape",),
 )

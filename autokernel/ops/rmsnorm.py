@@ -3,8 +3,28 @@
 import torch.nn.functional as F
 
 import reference
-from autokernel.ops import NORM_CONTENTS, elements, norm_edges, norm_hidden
+from autokernel.graph import Match, View, operand, strip
+from autokernel.ops import NORM_CONTENTS, affine_outputs, elements, norm_edges, norm_hidden, scaled_by_norm
 from autokernel.spec import OpSpec, arg
+
+
+def _fused(node):
+    x, weight = node.args[0], operand(node, "weight")
+    shaped = len(node.args[1]) == 1  # normalised over the last axis alone
+    if shaped:
+        gain = View(weight) if weight is not None else 1.0
+        yield Match(node, {"x": View(x), "weight": gain}, {"eps": operand(node, "eps")})
+
+
+def _written_out(node):
+    """x * rsqrt(mean(x^2) + eps) * weight with casts anywhere; a weight of (1 + w) is the node that adds the one."""
+    for centre, product, eps in scaled_by_norm(node):
+        for output, weight, bias in affine_outputs(product):
+            if bias is None:
+                for x in dict.fromkeys((strip(centre), centre)):
+                    yield Match(output, {"x": View(x), "weight": weight or 1.0}, {"eps": eps})
+
+
 
 SPEC = OpSpec(
     name="rmsnorm",
@@ -37,4 +57,6 @@ SPEC = OpSpec(
     hidden=norm_hidden,
     depth=lambda s: s["dim"],
     stability=NORM_CONTENTS,
+    sites={"rms_norm": _fused, "rsqrt": _written_out, "sqrt": _written_out, "pow": _written_out},
+    scaled=("rows",),
 )

@@ -3,6 +3,7 @@
 import math
 
 import reference
+from autokernel.graph import CASTS, RESHAPES, Match, View, name, region, shape, strip, value
 from autokernel.spec import OpSpec, arg
 
 
@@ -18,6 +19,81 @@ def _sizes(batch, seq, head_dim):
 def _hidden(rng, on_gpu):
     top = 300 if on_gpu else 20
     return _sizes((rng.randint(1, 2), rng.randint(1, 5)), rng.randint(1, top), 2 * rng.randint(1, 100))
+
+
+
+_STEPS = CASTS | RESHAPES | frozenset("neg add sub mul cat stack view_as_real unsqueeze".split())
+_CUTS = CASTS | RESHAPES | frozenset("slice select narrow getitem split chunk unbind view_as_complex".split())
+
+
+def _rotation(node):
+    """From the node that joins the halves again: along what follows it, the longest first."""
+    ends = [node]
+    while len(ends[-1].users) == 1 and name(after := next(iter(ends[-1].users))) in CASTS | RESHAPES | {"mul", "add"}:
+        ends.append(after)
+    for end in reversed(ends):
+        for x in _rotated(node, shape(end)):
+            for base in dict.fromkeys((strip(x), x)):
+                yield from _claims(end, base, interleaved_first=name(node) != "cat")
+
+
+def _rotated(node, wanted):
+    """Tensors of the wanted shape that the joined halves are cut from."""
+    found, stack, seen = {}, [node], set()
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if name(at) in _STEPS:
+            stack += at.all_input_nodes
+        while name(at) in _CUTS:
+            at = at.args[0]
+            if shape(at) == wanted:
+                found[at] = None
+                break
+    return found
+
+
+def _claims(end, x, interleaved_first):
+    """Claims for each way that the tables outside of x's expression may be cosines and sines."""
+    tables, rank = region(end, {x})[1], len(shape(end))
+    kinds = (True, False) if interleaved_first else (False, True)
+    if len(tables) == 1 and value(tables[0]).dtype.is_complex:
+        orders = [[View(tables[0]).then("view_as_real").then("select.int", -1, i) for i in (0, 1)]]
+    else:
+        orders = [[View(t) for t in order] for order in (tables, tables[::-1])] if len(tables) == 2 else []
+    for order in orders:
+        axis = _position_axis(shape(tables[0]), shape(x))
+        if axis is None:
+            continue
+        swap = (("transpose.int", axis, rank - 2),) if axis != rank - 2 else ()
+        for interleaved in kinds:
+            cos, sin = (_table(v, axis, rank, shape(x)[-1], interleaved) for v in order)
+            full = shape(tables[0])[-1] == shape(x)[-1]  # each angle twice: the claim uses that the two are equal
+            fixed = frozenset({"cos", "sin"}) if full else frozenset()
+            yield Match(end, {"x": View(x, swap), "cos": cos, "sin": sin}, {"interleaved": interleaved}, swap, fixed)
+
+
+def _position_axis(table, x):
+    """The axis of x along which the angles change, or None where there is not exactly one."""
+    padded = (1,) * (len(x) - len(table)) + tuple(table)
+    axes = [i for i in range(len(x) - 1) if padded[i] != 1] or [i for i in (len(x) - 2, 1) if x[i] == 1][:1]
+    return axes[0] if len(axes) == 1 and len(padded) == len(x) else None
+
+
+def _table(view, axis, rank, width, interleaved):
+    """A table that broadcasts against x -> (seq, head_dim / 2)."""
+    size = shape(view.node)
+    missing = rank - len(size)
+    for i in reversed(range(len(size) - 1)):
+        if i + missing != axis:
+            view = view.then("select.int", i, 0)
+    if axis < missing:
+        view = view.then("unsqueeze", 0)
+    if size[-1] != width:
+        return view
+    return view.then("slice.Tensor", -1, 0, width, 2) if interleaved else view.then("slice.Tensor", -1, 0, width // 2)
 
 
 SPEC = OpSpec(
@@ -74,4 +150,6 @@ SPEC = OpSpec(
         "tiny": {"x": "tiny"},
         "zeros": {"x": "zeros"},
     },
+    sites={"cat": _rotation, "stack": _rotation, "view_as_real": _rotation},
+    scaled=("seq",),
 )

@@ -5,12 +5,35 @@ import math
 import torch
 
 import reference
+from autokernel.graph import CASTS, Match, View, name, only_user, operand, strip
+from autokernel.ops import last
 from autokernel.spec import OpSpec, arg
 
 
 def _hidden(rng, on_gpu):
     rows, width = (600, 9000) if on_gpu else (9, 700)
     return {"shape": (rng.randint(1, rows), rng.randint(2, width))}
+
+
+
+def _fused(node):
+    """torch.softmax; in float32 with a cast before and after, the casts belong to it."""
+    x, dim = node.args[0], {"dim": last(operand(node, "dim"), node)}
+    after = only_user(node)
+    if after is not None and name(after) in CASTS:
+        yield Match(after, {"x": View(strip(x))}, dim)
+    yield Match(node, {"x": View(x)}, dim)
+
+
+def _written_out(node):
+    """exp(x - max) / sum(exp)."""
+    inner = strip(node.args[0])
+    x = strip(inner.args[0]) if name(inner) == "sub" else inner
+    for user in node.users:
+        total = strip(user.args[1]) if name(user) == "div" and user.args[0] is node else None
+        if name(total) == "sum" and strip(total.args[0]) is node and len(operand(total, "dim") or ()) == 1:
+            yield Match(user, {"x": View(x)}, {"dim": last(operand(total, "dim")[0], node)})
+
 
 
 SPEC = OpSpec(
@@ -70,4 +93,6 @@ SPEC = OpSpec(
         "swamp": "swamp_exp",
         "flat": "tiny",
     },
+    sites={"softmax": _fused, "_softmax": _fused, "exp": _written_out},
+    scaled=("shape",),
 )

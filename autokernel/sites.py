@@ -1,0 +1,442 @@
+"""Sites: the places of a model that compute one of the operators, found by anchor, proven by value, replaceable.
+
+A spec's matchers claim that a node of a captured graph is the operator of certain arguments (`graph.Match`). A claim
+becomes a site when its sub-graph is closed (nothing else reads its intermediates) and when the sub-graph and the
+operator's reference agree in float64: on the captured values, and on random ones of a size at which a soft-cap, an
+offset or another mask shows. Equal sub-graphs (a layer repeated) are proven once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from autokernel import ops
+from autokernel.graph import (
+    CASTS,
+    VIEWS,
+    Capture,
+    Graph,
+    Match,
+    View,
+    apply,
+    interpret,
+    is_random,
+    module_path,
+    name,
+    origins,
+    overload,
+    region,
+    value,
+)
+from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes
+
+TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
+RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
+_GENERIC = frozenset("cat stack pow sqrt exp".split())  # anchors that mostly mean something else: no reason is noted
+_NAMES = {dtype: short for short, dtype in DTYPES.items()}
+
+
+@dataclass(eq=False)
+class Site:
+    """One operator call of a model, as a sub-graph that can be replaced.
+
+    nodes: the sub-graph in order, the last one gives the result. conditions: nodes outside of it that it reads besides
+    its arguments (a mask): the claim holds for their values. conditional: they depend on the model's inputs.
+    tensors: argument -> fake tensor with the shape, strides and dtype that a kernel would see.
+    inside: the larger site that contains this one, if any.
+    """
+
+    spec: OpSpec
+    graph: Graph
+    match: Match
+    nodes: tuple[fx.Node, ...]
+    conditions: tuple[fx.Node, ...]
+    conditional: bool
+    tensors: dict[str, torch.Tensor]
+    dtype: str
+    size: dict[str, Any]
+    inside: Site | None = None
+
+    @property
+    def op(self) -> str:
+        return self.spec.name
+
+    @property
+    def output(self) -> fx.Node:
+        return self.match.output
+
+    @cached_property
+    def scalars(self) -> dict[str, Any]:
+        return {**self.spec.scalars, **self.match.scalars}
+
+    @cached_property
+    def module(self) -> str:
+        """Where in the model: the path that the sub-graph's modules share."""
+        paths = [module_path(n).split(".") for n in self.nodes]
+        shared = paths[-1]
+        for path in paths:
+            shared = [a for a, b in zip(shared, path, strict=False) if a == b] if shared != path else shared
+        return ".".join(shared)
+
+    @cached_property
+    def work(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute something."""
+        return tuple(n for n in self.nodes if name(n) not in VIEWS | CASTS) or self.nodes[-1:]
+
+    @cached_property
+    def leaves(self) -> tuple[fx.Node, ...]:
+        return tuple(dict.fromkeys(a.node for a in self.match.args.values() if isinstance(a, View)))
+
+    @property
+    def flops(self) -> float:
+        return self.spec.flops(self.size, self.scalars)
+
+    @property
+    def bytes(self) -> int:
+        """Each argument once and the result once."""
+        tensors = [*self.tensors.values(), value(self.output)]
+        return sum(t.numel() * t.dtype.itemsize for t in tensors)
+
+    @cached_property
+    def key(self) -> str:
+        """Sites with the same key are one target: operator, dtypes, shapes, strides, scalars."""
+        tensors = [f"{n}{list(t.shape)}{list(t.stride())}{_NAMES.get(t.dtype)}" for n, t in self.tensors.items()]
+        return " ".join([self.op, self.dtype, *tensors, *(f"{k}={v}" for k, v in self.scalars.items())])
+
+    @cached_property
+    def reference(self) -> str:
+        """The captured sub-graph, one ATen call a line; the same text for each repetition of a layer."""
+        labels = {n: f"${i}" for i, n in enumerate(self.leaves)} | {n: f"?{i}" for i, n in enumerate(self.conditions)}
+        lines = [f"{label}: {_typed(value(n))}" for n, label in labels.items()]
+        for argument, given in self.match.args.items():
+            seen = f"{labels[given.node]} {given.steps or ''}" if isinstance(given, View) else f"filled with {given}"
+            lines.append(f"{argument} = {seen}".rstrip())
+        for i, node in enumerate(self.nodes):
+            labels[node] = f"%{i}"
+            args, kwargs = (fx.node.map_aggregate(a, lambda v: labels.get(v, v) if isinstance(v, fx.Node) else v)
+                            for a in (node.args, node.kwargs))  # fmt: skip
+            words = [*map(str, args), *(f"{k}={v}" for k, v in kwargs.items())]
+            lines.append(f"%{i} = {node.target if isinstance(node.target, torch._ops.OpOverload) else name(node)}"
+                         f"({', '.join(words)})")  # fmt: skip
+        return "\n".join(lines)
+
+    @property
+    def reference_sha256(self) -> str:
+        return hashlib.sha256(self.reference.encode()).hexdigest()
+
+
+def _typed(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {list(tensor.stride())}"
+
+
+@dataclass
+class Found:
+    """sites: disjoint, in the model's order; inner: sites inside of those; refused: node -> why it is no site."""
+
+    sites: list[Site] = field(default_factory=list)
+    inner: list[Site] = field(default_factory=list)
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+
+
+def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) -> Found:
+    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass."""
+    found, proven = Found(), {}
+    specs = [ops.get(op) for op in ops.names()]
+    for graph in capture.graphs:
+        if graph.problem or graph.module is None:
+            continue
+        groups = _claims(graph, specs, found.refused)
+        progress(f"proving {len(groups)} claims of graph {graph.index}")
+        sites = _Proof(graph, proven, found.refused).run(groups)
+        top, inner = _disjoint(sites)
+        found.sites += top
+        found.inner += inner
+    kept = {n for s in [*found.sites, *found.inner] for n in s.nodes}
+    found.refused = {n: why for n, why in found.refused.items() if n not in kept}
+    return found
+
+
+# ---- from claims to candidates --------------------------------------------------------------------------------------
+
+
+def _claims(
+    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]
+) -> list[tuple[fx.Node, list[Site]]]:
+    """Anchors with their candidates, the preferred one first. What cannot be a site leaves its reason in `refused`."""
+    groups, depends = [], origins(graph)
+    for node in graph.module.graph.nodes:
+        for spec in specs:
+            matcher = spec.sites.get(name(node))
+            group: list[Site] = []
+            for match in matcher(node) if matcher else ():
+                built = match if isinstance(match, str) else _candidate(graph, spec, match, depends)
+                if isinstance(built, Site):
+                    group.append(built)
+                elif name(node) not in _GENERIC:
+                    refused.setdefault(node, f"{spec.name}: {built}")
+            if group:
+                groups.append((node, group))
+    return groups
+
+
+def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, frozenset[str]]) -> Site | str:
+    """A closed, well-typed sub-graph for a claim, or why there is none."""
+    leaves = {a.node for a in match.args.values() if isinstance(a, View)}
+    nodes, conditions = region(match.output, leaves)
+    if not nodes or nodes[-1] is not match.output:
+        return "the result does not depend on the arguments"
+    read = {n for node in nodes for n in node.all_input_nodes}
+    if not leaves <= read:
+        return "an argument is not read"
+    inside = set(nodes)
+    for node in nodes:
+        if is_random(node) or name(node).endswith("_"):
+            return f"{name(node)} inside is random or writes in place"
+        others = [u for u in node.users if u not in inside]
+        if node is not match.output and others and name(node) not in VIEWS | CASTS:
+            return f"its intermediate {name(node)} is also read by {name(others[0]) or 'the result of the graph'}"
+    kinds = frozenset().union(*(depends[n] for n in conditions))
+    if kinds & {"parameter", "float input", "random"}:
+        return f"it also reads a tensor made from a {min(kinds & {'parameter', 'float input', 'random'})}"
+    try:
+        tensors, dtype, size = _typed_arguments(spec, match)
+        _check_result(spec, match, dtype, size)
+    except (SpecError, RuntimeError, IndexError) as error:
+        return str(error).splitlines()[0]
+    return Site(spec, graph, match, tuple(nodes), tuple(conditions), "other input" in kinds, tensors, dtype, size)
+
+
+def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
+    """The arguments as fake tensors, the site's dtype, and its size. Raises SpecError."""
+    tensors, size = {}, {}
+    for argument, given in match.args.items():
+        if isinstance(given, View):
+            tensors[argument] = given.of(value(given.node))
+            bind_axes(f"{spec.name}: {argument}", spec.args[argument].axes, tuple(tensors[argument].shape), size)
+    floats = [tensors[n].dtype for n, a in spec.args.items() if a.dtype == "float" and n in tensors]
+    for dtype in floats:
+        if _NAMES.get(dtype) not in spec.dtypes:
+            raise SpecError(f"dtype {str(dtype).removeprefix('torch.')} is not one of {', '.join(spec.dtypes)}")
+    device = next(iter(tensors.values())).device
+    for argument, given in match.args.items():
+        if not isinstance(given, View):
+            filled = axes_shape(spec.args[argument].axes, size)
+            tensors[argument] = torch.empty(filled, dtype=floats[0], device="meta")
+        elif tensors[argument].device != device:
+            raise SpecError(f"{argument} is on {tensors[argument].device}, others on {device}")
+    tensors = {n: tensors[n] for n in spec.args if n in tensors}
+    bound = spec.bind({n: tuple(t.shape) for n, t in tensors.items()})
+    if any(0 in t.shape for t in tensors.values()):
+        raise SpecError("an argument is empty")
+    return tensors, _NAMES[floats[0]], bound
+
+
+def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
+    scalars = {**spec.scalars, **match.scalars}
+    out = spec.out(size, scalars) if callable(spec.out) else axes_shape(spec.out, size)
+    made = DTYPES[dtype] if spec.out_dtype == "float" else getattr(torch, spec.out_dtype)
+    result, want = apply(match.out, torch.empty(out, dtype=made, device="meta")), value(match.output)
+    if want is None or result.shape != want.shape or result.dtype != want.dtype:
+        expected = f"{want.dtype} {list(want.shape)}" if want is not None else "no tensor"
+        raise SpecError(f"the operator gives {result.dtype} {list(result.shape)}, the model {expected}")
+
+
+def _disjoint(sites: list[Site]) -> tuple[list[Site], list[Site]]:
+    """(sites that share no work, the largest first served; sites that lie inside of one of those)."""
+    owner: dict[fx.Node, Site] = {}
+    top, inner = [], []
+    for site in sorted(sites, key=lambda s: -len(s.work)):
+        owners = {owner.get(n) for n in site.work}
+        if owners == {None}:
+            top.append(site)
+            owner |= dict.fromkeys(site.work, site)
+        elif len(owners) == 1 and len(site.work) < len(next(iter(owners)).work):
+            site.inside = owners.pop()
+            inner.append(site)
+    return sorted(top, key=lambda s: s.output), sorted(inner, key=lambda s: s.output)
+
+
+# ---- proof ----------------------------------------------------------------------------------------------------------
+
+
+class _Proof:
+    """Runs a graph once on its captured inputs and decides each group of candidates when its last value exists."""
+
+    def __init__(self, graph: Graph, proven: dict[tuple, str], refused: dict[fx.Node, str]):
+        self.graph, self.proven, self.refused = graph, proven, refused
+
+    def run(self, groups: list[tuple[fx.Node, list[Site]]]) -> list[Site]:
+        """One site of each group at most: the first candidate that holds."""
+        due: dict[fx.Node, list[tuple[fx.Node, list[Site]]]] = {}
+        keep: dict[fx.Node, fx.Node] = {}
+        for anchor, group in groups:
+            final = max(site.output for site in group)
+            due.setdefault(final, []).append((anchor, group))
+            for leaf in {n for site in group for n in (*site.leaves, *site.conditions)}:
+                keep[leaf] = max(keep.get(leaf, final), final)
+        found: list[Site] = []
+
+        def decide(node: fx.Node, env: dict[fx.Node, Any]) -> None:
+            found.extend(site for claim in due.get(node, ()) if (site := self._first(*claim, env)) is not None)
+
+        with torch.no_grad():
+            interpret(self.graph.module, self.graph.inputs, after=decide, keep=keep)
+        return found
+
+    def _first(self, anchor: fx.Node, group: list[Site], env: dict[fx.Node, Any]) -> Site | None:
+        results: dict[Any, torch.Tensor] = {}
+        why = ""
+        for site in group:
+            fixed = [env[site.match.args[n].node] for n in sorted(site.match.fixed)]
+            read = tuple(_digest(t) for t in [*(env[n] for n in site.conditions), *fixed])
+            key = (site.key, site.reference, site.match.out, read)
+            if key not in self.proven:
+                self.proven[key] = self._fault(site, env, results)
+            if not self.proven[key]:
+                return site
+            why = why or self.proven[key]
+        if name(anchor) not in _GENERIC:
+            self.refused.setdefault(anchor, why)
+        return None
+
+    def _fault(self, site: Site, env: dict[fx.Node, Any], results: dict[Any, torch.Tensor]) -> str:
+        """"" if the sub-graph is the operator, else how far off it is."""
+        rounds = ("captured", "random") if len(site.nodes) > 1 else ("captured",)
+        fixed = {site.match.args[n].node for n in site.match.fixed}
+        for which in rounds:
+            given = {n: _doubled(env[n]) for n in (*site.leaves, *site.conditions)}
+            if which == "random":
+                given |= {n: _random_like(given[n]) for n in site.leaves if n not in fixed}
+            shared = (which, site.output, site.nodes, tuple(sorted(fixed)))  # random values are seeded: the same again
+            if shared not in results:
+                results[shared] = _run_doubled(site, given)
+            ours = reference_result(site, given)
+            error = _error(results[shared], ours)
+            if not error <= TOLERANCE:
+                return f"it looks like {site.op}, but its values differ by {error:.1e} on {which} inputs"
+        return ""
+
+
+def reference_result(site: Site, given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
+    """The operator's reference on the values of a site's leaves, in the layout of the site's output."""
+    args = {}
+    for argument, claim in site.match.args.items():
+        if isinstance(claim, View):
+            args[argument] = claim.of(given[claim.node])
+        else:
+            like = next(iter(given.values()))
+            dtype = next(t.dtype for t in given.values() if t.dtype.is_floating_point)
+            args[argument] = torch.full(site.tensors[argument].shape, claim, dtype=dtype, device=like.device)
+    result = site.spec.reference(**args, **site.scalars)
+    return apply([s for s in site.match.out if not s[0].startswith("to.")], result)
+
+
+def _doubled(given: Any) -> Any:
+    if not isinstance(given, torch.Tensor):
+        return given
+    return given.to(_wide(given.dtype))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+
+
+def _random_like(given: Any) -> Any:
+    if not isinstance(given, torch.Tensor) or not (given.is_floating_point() or given.is_complex()):
+        return given
+    generator = torch.Generator(given.device).manual_seed(0)
+    drawn = torch.randn(given.shape, dtype=given.dtype, device=given.device, generator=generator)
+    return drawn * RANDOM_SCALE
+
+
+def _run_doubled(site: Site, given: Mapping[fx.Node, Any]) -> torch.Tensor:
+    """The sub-graph in float64: every floating-point dtype that it names becomes float64."""
+
+    def wide(argument):
+        if isinstance(argument, fx.Node):
+            return env[argument]
+        return _wide(argument) if isinstance(argument, torch.dtype) else argument
+
+    env = dict(given)
+    for node in site.nodes:
+        args, kwargs = (fx.node.map_aggregate(a, wide) for a in (node.args, node.kwargs))
+        env[node] = node.target(*args, **kwargs)
+    return env[site.output]
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest difference over rms + |want|; infinite for another shape or other non-finite values."""
+    if got.shape != want.shape:
+        return math.inf
+    same = (got == want) | (got.isnan() & want.isnan())
+    difference = torch.where(same, 0.0, (got - want).abs())
+    finite = torch.where(want.isfinite(), want, 0.0)
+    scale = finite.square().mean().sqrt() + finite.abs()
+    worst = (difference / scale.clamp_min(1e-300)).amax().item() if got.numel() else 0.0
+    return math.inf if math.isnan(worst) else worst
+
+
+def _digest(given: Any) -> str:
+    if not isinstance(given, torch.Tensor):
+        return str(given)
+    data = given.detach().cpu().contiguous()
+    data = torch.view_as_real(data) if data.is_complex() else data
+    return hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+# ---- replacement ----------------------------------------------------------------------------------------------------
+
+
+def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site, Callable]]) -> fx.GraphModule:
+    """A copy of a captured graph in which each given site calls its kernel; the sites must not overlap.
+
+    A kernel is called as the contract says, with tensors by name and those scalars that differ from the default.
+    Weights are passed as the views that they are; constants of a norm without weight become buffers of the module.
+    """
+    copies: dict[fx.Node, fx.Node] = {}
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.module.graph, copies))
+    module = fx.GraphModule(graph.module, copied)
+    for site, kernel in dict(kernels).items():
+        output = copies[site.output]
+        with copied.inserting_after(output):
+            anchor = copied.call_function(_identity, (output,))  # keeps a place behind the output while it is replaced
+        with copied.inserting_before(anchor):
+            args = {n: _insert(module, copied, a, site.tensors[n], copies, output) for n, a in site.match.args.items()}
+            scalars = {k: v for k, v in site.scalars.items() if v != site.spec.scalars[k]}
+            result = copied.call_function(kernel, kwargs={**args, **scalars})
+            for which, *arguments in site.match.out:
+                result = copied.call_function(overload(which), (result, *arguments))
+        copied.erase_node(anchor)
+        output.replace_all_uses_with(result)
+    for node in copied.nodes:
+        if name(node) == "view":  # a kernel's result may lie otherwise in memory than the original's
+            node.target = torch.ops.aten.reshape.default
+    copied.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _identity(node: Any) -> Any:
+    return node
+
+
+def _insert(module, copied, given: View | float, tensor, copies, output) -> fx.Node:
+    if isinstance(given, View):
+        node = copies[given.node]
+        for which, *arguments in given.steps:
+            node = copied.call_function(overload(which), (node, *arguments))
+        return node
+    device = value(output).device
+    label = f"_filled_{str(given).replace('.', '_')}_{'x'.join(map(str, tensor.shape))}_{_NAMES[tensor.dtype]}"
+    if not hasattr(module, label):
+        module.register_buffer(label, torch.full(tensor.shape, given, dtype=tensor.dtype, device=device))
+    return copied.get_attr(label)

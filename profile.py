@@ -1,0 +1,111 @@
+"""Where does a model's time go? By site (one operator call of the model) and real shape.
+
+Writes workspace/profile.json for extract.py and prints one row per target: sites of the same operator, shape, dtype and
+layout. Times are device time of one forward pass on a GPU, CPU time on a CPU. Exit status 0, or 2 with one line on why
+the model could not be profiled.
+
+    uv run profile.py --model models/gpt2.py --class-name GPT2 --input-shape 1,1024 --dtype float16
+    uv run profile.py --module transformers --class-name AutoModelForCausalLM --pretrained gpt2 --input-shape 1,512
+    uv run profile.py --module transformers --class-name AutoModel --config config.json --compile-baseline --plot
+"""
+
+import sys
+
+if __name__ == "profile":  # `import profile` means the standard module, which cProfile and torch.compile need
+    import importlib.util
+    import sysconfig
+
+    _spec = importlib.util.spec_from_file_location("profile", f"{sysconfig.get_path('stdlib')}/profile.py")
+    sys.modules["profile"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["profile"])
+else:
+    import argparse
+    import json
+    import logging
+    import shutil
+    import time
+    from pathlib import Path
+
+    import torch
+
+    from autokernel import models, profiling, report
+    from autokernel.paths import atomic_write, workspace
+
+
+def parser() -> "argparse.ArgumentParser":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models.add_options(p)
+    o = p.add_argument_group("output")
+    o.add_argument("--top", type=int, default=25, metavar="N", help="rows to print (default: 25); the file has all")
+    o.add_argument("--compile-baseline", action="store_true", help="time torch.compile too (minutes for a large model)")
+    o.add_argument("--export-trace", nargs="?", const="trace.json", metavar="FILE",
+                   help="keep the Chrome/Perfetto trace of the model as it is")  # fmt: skip
+    o.add_argument("--memory-snapshot", nargs="?", const="memory_snapshot.pickle", metavar="FILE",
+                   help="record allocations of one forward pass for pytorch.org/memory_viz")  # fmt: skip
+    o.add_argument("--torch-compile-log", nargs="?", const="torch_compile.log", metavar="FILE",
+                   help="log graph breaks, recompiles and generated code of torch.compile")  # fmt: skip
+    o.add_argument("--plot", nargs="?", const="profile.png", metavar="FILE", help="draw the targets as a bar chart")
+    o.add_argument("--json", action="store_true", help="print the record instead of the table")
+    return p
+
+
+def main() -> int:
+    args, start = parser().parse_args(), time.perf_counter()
+    try:
+        with report.progress() as progress:
+            progress("building the model")
+            loaded = models.load(args)
+            extra = [_compile_log(_path(args.torch_compile_log))] if args.torch_compile_log else []
+            found = profiling.profile(
+                loaded, args.compile_baseline or bool(args.torch_compile_log), _path(args.export_trace), progress
+            )
+            extra += [_memory_snapshot(loaded, _path(args.memory_snapshot))] if args.memory_snapshot else []
+    except models.ModelError as error:
+        print(f"profile.py: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"profile.py: out of memory while profiling ({str(error).splitlines()[0]}); "
+              "give a smaller --input-shape", file=sys.stderr)  # fmt: skip
+        return 2
+    extra += [profiling.plot(found, _path(args.plot))] if args.plot else []
+    extra += [f"trace: {_path(args.export_trace)}"] if args.export_trace else []
+    found.values["notes"] += extra
+    found.values |= {"seconds": time.perf_counter() - start, "options": models.as_json(args)}
+    path = workspace() / "profile.json"
+    atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(path.read_text() if args.json else profiling.summary(found, width, args.top))
+    if not args.json:
+        print(f"\n{path} written in {found.values['seconds']:.1f} s; next: uv run extract.py --top 5")
+    return 0
+
+
+def _path(given: str | None) -> "Path | None":
+    return None if given is None else Path(given) if "/" in given else workspace() / given
+
+
+def _compile_log(path: "Path") -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch._logging.set_logs(graph_breaks=True, recompiles=True, output_code=True)
+    handler = logging.FileHandler(path, mode="w")
+    for name in ("torch", "torch._dynamo", "torch._inductor"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+    return f"torch.compile log: {path}"
+
+
+def _memory_snapshot(loaded: "models.Loaded", path: "Path") -> str:
+    if loaded.device.type != "cuda":
+        return "--memory-snapshot needs a GPU: the CPU allocator records nothing"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    loaded()
+    torch.cuda.synchronize()
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return f"memory snapshot: {path} (open it at pytorch.org/memory_viz)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
