@@ -167,7 +167,8 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
     if tuple(out["shape"]) != want.shape:
         return f"output shape {tuple(out['shape'])}, expected {want.shape}"
     if out["layout"] != "torch.strided" or out["attributes"]:
-        return f"output is not a plain tensor (layout {out['layout']}, attributes {out['attributes']})"
+        attributes = ", ".join(strings(out["attributes"])) or "none"
+        return f"output is not a plain tensor (layout {out['layout']}, attributes: {attributes})"
     if out["aliases_input"]:
         return "output shares memory with an input"
     if out["aliases_previous"]:

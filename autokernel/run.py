@@ -17,12 +17,12 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import calibrate as calibration_run
-from autokernel import gpu, ops
+from autokernel import gpu, integrity, ops
 from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher
 from autokernel.records import RunRecord, now
-from autokernel.review import vendor_calls
+from autokernel.review import scan, vendor_calls
 from autokernel.source import KernelError, read_kernel
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.targets import Target, active_target
@@ -36,8 +36,8 @@ KEYS = (
     "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
     "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
     "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
-    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "quick",
-    "bench_time_seconds",
+    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "review",
+    "harness", "quick", "bench_time_seconds",
 )  # fmt: skip
 
 
@@ -55,6 +55,7 @@ class Options:
     dtype: str = ""
     device: str = ""
     timeout: float = 60.0
+    allow_dirty_harness: bool = False
 
 
 class UsageError(ValueError):
@@ -64,21 +65,25 @@ class UsageError(ValueError):
 def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
     """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
 
-    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU.
+    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
     started, clock = now(), time.perf_counter()
+    harness = integrity.required(options.allow_dirty_harness)
     target = active_target()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     values: dict[str, Any] = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run")
     values |= {"started": started, "quick": options.quick, "target": target.name if target else None, "sizes": []}
     values |= _device_values(device)
+    values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
     data = b""
     try:
         source = read_kernel(options.kernel, target.spec.name if target else None)
         data = source.data
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
+        values["review"] = [f"{line}: {reason}" for line, reason in scan(data)]
         best = read_kernel(options.best, source.kernel_type) if options.best else None
         session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
+        session.digest = harness.sha256
         with gpu_lock(device):
             values |= session.run(launcher)
     except KernelError as error:
@@ -166,6 +171,8 @@ class _Session:
         extra = self._looked_into(bench, workers["candidate"], main.case)
         if fault := foul_play(bench, timings, workers, self.limits):
             return {"correctness": "FAIL", "reason": fault}
+        if integrity.digest() != self.digest:
+            return {"correctness": "FAIL", "reason": "files of the harness changed while kernel.py ran: see git status"}
         rows = [size_values(bench, timing, device, calibration) for timing in timings]
         return rows[timings.index(main)] | {"sizes": rows} | extra
 

@@ -245,7 +245,7 @@ class Worker:
             raise self._gone(error) from None
         if "error" in answer:
             raise _reported(answer["error"])
-        return answer
+        return printable(answer)
 
     def _read(self, count: int, deadline: float) -> bytes:
         data = b""
@@ -312,14 +312,24 @@ class Worker:
 def _reported(error: Any) -> WorkerFailure:
     error = error if isinstance(error, dict) else {}
     line = f" (kernel.py line {error['line']})" if isinstance(error.get("line"), int) else ""
-    kind = str(error.get("type"))[:100]
-    message = " ".join(str(error.get("message")).split())[:600]
-    return WorkerFailure("CRASH", f"{kind}{line}: {message}", str(error.get("traceback", "")), kind)
+    kind = printable(str(error.get("type")))[:100]
+    detail = "\n".join(map(printable, str(error.get("traceback", "")).splitlines()))
+    message = " ".join(printable(str(error.get("message"))).split())
+    return WorkerFailure("CRASH", f"{kind}{line}: {message}", detail, kind)
 
 
 def strings(value: Any) -> list[str]:
     """A child's list of names, as far as it is one."""
-    return [v[:300] for v in value if isinstance(v, str)] if isinstance(value, list) else []
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+
+
+def printable(value: Any) -> Any:
+    """An answer whose strings are short lines: what a kernel says must not look like what the judge says."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else " " for c in value)[:600]
+    if isinstance(value, dict):
+        return {printable(k): printable(v) for k, v in value.items()}
+    return [printable(v) for v in value] if isinstance(value, list) else value
 
 
 def malformed(reply: Mapping[str, Any]) -> str:
