@@ -133,7 +133,8 @@ def _in_process(specimen: Specimen) -> dict[str, Any]:
 
 def _by_command(specimen: Specimen) -> dict[str, Any]:
     """bench.py as users call it. A judge that was killed gives no verdict: DIED, and no record."""
-    command = [sys.executable, str(ROOT / "bench.py"), "--kernel", str(specimen.path), "--json", "--allow-dirty-harness"]
+    command = [sys.executable, str(ROOT / "bench.py"), "--kernel", str(specimen.path), "--json"]
+    command += ["--allow-dirty-harness"]
     command += [f"--{name}={value}" for name, value in specimen.options.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     if done.returncode in (0, 1):
@@ -145,7 +146,7 @@ def _by_command(specimen: Specimen) -> dict[str, Any]:
     return {"correctness": died, "reason": f"exit status {done.returncode} {done.stderr.strip()[-200:]}"}
 
 
-# ---- children by fork: importing PyTorch costs more than judging a kernel ---------------------------------------------
+# ---- children by fork: importing PyTorch costs more than judging a kernel --------------------------------------------
 
 _nurseries: list[Nursery] = []
 
