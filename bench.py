@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="smoke test, determinism and timing only; never keepable")
     p.add_argument("--compile-baseline", action="store_true", help="compare with torch.compile max-autotune (cached)")
     p.add_argument("--profile", action="store_true", help="Chrome trace and a table of the candidate's kernels")
+    p.add_argument("--ncu", action="store_true", help="hardware counters of one call, where Nsight Compute may count")
     p.add_argument("--calibrate", action="store_true", help="measure this GPU's ceilings once and keep them")
     p.add_argument("--allow-tf32", action="store_true", help="let float32 products use TF32, for both sides")
     p.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds for one call, compiling included")
@@ -49,8 +50,9 @@ def judge(args: argparse.Namespace, children) -> int:
     from autokernel import report
     from autokernel.run import GpuBusy, Options, UsageError, calibrate, run
     from autokernel.targets import TargetError
+    from autokernel.worker import COMPILE_ERRORS
 
-    names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "best", "dtype", "timeout")
+    names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "ncu", "best", "dtype", "timeout")
     try:
         if args.calibrate:
             print(report.calibration(calibrate()))
@@ -62,7 +64,8 @@ def judge(args: argparse.Namespace, children) -> int:
         return 2
     record.write()
     print(json.dumps(record.values, indent=1) if args.json else report.block(record.values))
-    if args.traceback and record.values.get("traceback"):
+    compiler = any(kind in str(record.values["reason"]) for kind in COMPILE_ERRORS)
+    if (args.traceback or compiler) and record.values.get("traceback"):
         print(record.values["traceback"], file=sys.stderr)
     return 0 if record.values["correctness"] == "PASS" else 1
 

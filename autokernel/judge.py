@@ -110,14 +110,14 @@ class Bench:
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
-    def worker(self, cache_key: str, cases: list[Case]) -> Worker:
+    def worker(self, cache_key: str, cases: list[Case], under: tuple[str, ...] = ()) -> Worker:
         """A child with room for the largest of the cases."""
         size = max(self.layout(case).total for case in cases)
-        return Worker(self.launcher.take(), self.device, cache_key, size)
+        return Worker(self.launcher.take(under), self.device, cache_key, size)
 
-    def open_kernel(self, source: KernelSource, cases: list[Case]) -> Worker:
+    def open_kernel(self, source: KernelSource, cases: list[Case], under: tuple[str, ...] = ()) -> Worker:
         """A child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
-        worker = self.worker(source.sha256[:32], cases)
+        worker = self.worker(source.sha256[:32], cases, under)
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 

@@ -33,7 +33,8 @@ KEPT_VARIABLES = (
 class Child:
     """One process that runs child.py, its folder and our end of its socket."""
 
-    def __init__(self, run_dir: Path, name: str):
+    def __init__(self, run_dir: Path, name: str, under: tuple[str, ...] = ()):
+        """under: a program that runs the child, with its options (a profiler)."""
         self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=run_dir))
         self.log = self.folder / "output.log"
         self.memory = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)  # no path: nobody else opens it
@@ -43,7 +44,7 @@ class Child:
         self.sock, theirs = socket.socketpair()
         with theirs, open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
+                [*under, sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -107,12 +108,12 @@ class Launcher:
         self.children: list[Child] = []
         self.waiting = [self._start("child") for _ in range(ahead)]
 
-    def _start(self, name: str) -> Child:
-        self.children.append(Child(self.run_dir, name))
+    def _start(self, name: str, under: tuple[str, ...] = ()) -> Child:
+        self.children.append(Child(self.run_dir, name, under))
         return self.children[-1]
 
-    def take(self) -> Child:
-        return self.waiting.pop(0) if self.waiting else self._start("child")
+    def take(self, under: tuple[str, ...] = ()) -> Child:
+        return self.waiting.pop(0) if self.waiting and not under else self._start("child", under)
 
     def close(self) -> None:
         for child in self.children:

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import calibrate as calibration_run
-from autokernel import gpu, ops
+from autokernel import counters, gpu, ops
 from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher
@@ -51,6 +51,7 @@ class Options:
     compile_baseline: bool = False
     allow_tf32: bool = False
     profile: bool = False
+    ncu: bool = False
     best: Path | None = None
     dtype: str = ""
     device: str = ""
@@ -77,7 +78,10 @@ def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = 
         source = read_kernel(options.kernel, target.spec.name if target else None)
         data = source.data
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
-        best = read_kernel(options.best, source.kernel_type) if options.best else None
+        try:
+            best = read_kernel(options.best, source.kernel_type) if options.best else None
+        except KernelError as error:
+            raise UsageError(f"--best: {error}") from None
         session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
         with gpu_lock(device):
             values |= session.run(launcher)
@@ -125,6 +129,8 @@ class _Session:
         try:
             self.progress("starting")
             loaded = bench.load_kernel(workers["candidate"], self.limits)
+            if self.source.backend == "cuda" and not bench.on_gpu:
+                return self._compiled_only(workers["candidate"])
             stages, replies = run_stages(
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
                 lambda: self._compile_ahead(bench, workers["candidate"], cases),
@@ -141,6 +147,18 @@ class _Session:
         except WorkerFailure as failure:
             reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
             return values | reason | {"traceback": failure.detail}
+
+    def _compiled_only(self, candidate: Worker) -> dict[str, Any]:
+        """Without a GPU a CUDA kernel can be compiled, not judged: a FAIL that says how far it came."""
+        began = time.perf_counter()
+        try:
+            candidate.ask("compile", 10 * self.limits.load)
+        except WorkerFailure as failure:
+            if failure.kind == "CudaCompilerMissing":
+                return {"correctness": "FAIL", "reason": f"not compiled, not run: no GPU here, and {failure}"}
+            return {"correctness": failure.outcome, "reason": str(failure), "traceback": failure.detail}
+        values = {"correctness": "FAIL", "reason": "compiled, not run: CUDA C++ needs a GPU to be judged"}
+        return values | {"compile_seconds": time.perf_counter() - began, **candidate.resources()}
 
     def _compile_ahead(self, bench: Bench, candidate: Worker, cases: list[Case]) -> None:
         done = candidate.cache / "compiled"  # so that a source is compiled ahead once, not in every run
@@ -182,7 +200,24 @@ class _Session:
             folder.mkdir(parents=True, exist_ok=True)
             if not (worker.folder / "trace.json").is_symlink():
                 shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
+        if self.options.ncu:
+            values |= self._counted(bench, case)
         return values
+
+    def _counted(self, bench: Bench, case: Case) -> dict[str, Any]:
+        """Hardware counters from a child of their own under ncu, or the line that says why there are none."""
+        try:
+            if not bench.on_gpu:
+                raise counters.CountersMissing("no GPU here")
+            worker = bench.open_kernel(self.source, [case], tuple(counters.command()))
+            worker.share(bench.flush_bytes, START_SECONDS, confined=False)
+            worker.ask("load", self.limits.load, path=str(worker.folder / "kernel.py"))
+            layout = bench.layout(case)
+            worker.stage(layout, bench.draw(case, layout))
+            worker.count(layout, case.scalars, 3 * self.limits.call)  # each kernel is replayed for groups of metrics
+            return {"counters": counters.read(worker)}
+        except (counters.CountersMissing, WorkerFailure) as error:
+            return {"counters": {"ncu": f"no counters: {error}"}}
 
     def _start_others(self, bench: Bench, workers) -> None:
         for name in ("baseline", "compiled"):
@@ -305,8 +340,6 @@ def gpu_lock(device: torch.device, timeout: float = 600):
             yield
     except Timeout:
         raise GpuBusy(f"another run holds this GPU ({path}); waited {timeout:.0f} s") from None
-
-
 
 
 def calibrate() -> gpu.Calibration:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import secrets
 import select
 import signal
@@ -35,6 +36,9 @@ from autokernel.spec import TensorSpec
 CONFINED = True  # only the measurement of what the defences cost turns this off
 LONGEST_ANSWER = 1 << 18
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
+
+
+COMPILE_ERRORS = ("CudaCompileError", "CompilationError")
 
 
 class WorkerFailure(Exception):
@@ -107,8 +111,8 @@ class Worker:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def share(self, flush_bytes: int, timeout: float) -> None:
-        """Make the arena and have the child open it. Waits for the child's start."""
+    def share(self, flush_bytes: int, timeout: float, confined: bool = True) -> None:
+        """Make the arena and have the child open it. Waits for the child's start. A profiler needs it unconfined."""
         if self.device.type == "cuda":
             self.arena = self._cuda_arena()
             storage = self.arena.untyped_storage()
@@ -120,7 +124,7 @@ class Worker:
             self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
             described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED else []
+        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED and confined else []
         answer = self.ask(
             "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
             environment=self._environment(), writable=writable,
@@ -175,6 +179,10 @@ class Worker:
     def profile(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> list[dict[str, Any]]:
         """The device's kernels with their times; the child leaves trace.json in its folder."""
         return self._ask_about(layout, scalars, timeout, "profile")["kernels"]
+
+    def count(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> None:
+        """One call between the profiler's start and stop."""
+        self._ask_about(layout, scalars, timeout, "count")
 
     def launch_seconds(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> float:
         """Host time of one call among many back to back, as the child says."""
@@ -312,9 +320,12 @@ class Worker:
 def _reported(error: Any) -> WorkerFailure:
     error = error if isinstance(error, dict) else {}
     line = f" (kernel.py line {error['line']})" if isinstance(error.get("line"), int) else ""
-    kind = str(error.get("type"))[:100]
-    message = " ".join(str(error.get("message")).split())[:600]
-    return WorkerFailure("CRASH", f"{kind}{line}: {message}", str(error.get("traceback", "")), kind)
+    kind, text = str(error.get("type"))[:100], str(error.get("message"))
+    detail = str(error.get("traceback", ""))
+    if kind in COMPILE_ERRORS:  # a compiler's messages with their context say more than where it was called
+        first = re.search(r"^(CUDA_SRC line|at \d+:\d+:).*", text, re.MULTILINE)
+        text, detail = (first[0], text[first.start() :][:2500]) if first else (text, text[:2500])
+    return WorkerFailure("CRASH", f"{kind}{line}: {' '.join(text.split())[:600]}", detail, kind)
 
 
 def strings(value: Any) -> list[str]:
