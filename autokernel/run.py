@@ -106,7 +106,8 @@ class _Session:
     def run(self, launcher: Launcher) -> dict[str, Any]:
         bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
         primary = self.target.cases() if self.target else []
-        cases, left_out = correctness_cases(bench, self.source, primary, self.dtype)
+        near = self.target.neighbours(bench.on_gpu) if self.target else []
+        cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
         timed = self._timed_cases(bench, primary)
