@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from autokernel.paths import workspace
+from autokernel.paths import cache_dir, workspace
 
 SCRIPT = Path(__file__).with_name("child.py")
 KEPT_VARIABLES = (
@@ -98,6 +100,25 @@ class Child:
         os.close(self.memory)
         self.memory = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def compilers() -> int:
+    """Children that compile a new kernel side by side."""
+    return min(6, (os.cpu_count() or 1) // 2 - 1)
+
+
+def kernel_cache(source: bytes) -> Path:
+    """Where compilers keep what they made of a kernel: apart for each source, so that none finds another's files."""
+    return cache_dir() / "kernels" / hashlib.sha256(source).hexdigest()[:32]
+
+
+def wanted(kernel: Path, best: bool) -> int:
+    """How many children a run of this kernel will need soon: the kernel, PyTorch, the best one, and compilers."""
+    if not kernel.is_file() or not Path("/dev/nvidiactl").exists():
+        return 2 + best
+    source = kernel.read_bytes()
+    one_piece = re.search(rb"^BACKEND\s*=\s*.cuda", source, re.MULTILINE)  # nvcc compiles a source once, whole
+    return 2 + best + (0 if one_piece or (kernel_cache(source) / "compiled").exists() else max(0, compilers()))
 
 
 class Launcher:

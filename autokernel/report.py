@@ -29,7 +29,9 @@ def shown(value: Any) -> str:
         if value == 0 or 0.01 <= abs(value) < 1000:
             return f"{value:.4g}" if abs(value) < 100 else f"{value:.1f}"
         return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3e}"
-    return str(value)
+    if isinstance(value, list):
+        return ("; ".join(map(str, value[:3])) + f"; {len(value) - 3} more" * (len(value) > 3)) or "none"
+    return "".join(c if c.isprintable() else " " for c in str(value))
 
 
 def block(values: dict[str, Any]) -> str:

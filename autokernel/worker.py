@@ -13,7 +13,6 @@ import contextlib
 import json
 import math
 import random
-import re
 import secrets
 import select
 import signal
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 
 from autokernel.compare import same_bits
-from autokernel.paths import cache_dir
 from autokernel.process import Child
 from autokernel.spec import TensorSpec
 
@@ -89,9 +87,9 @@ def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
 class Worker:
     """One child process and the arena shared with it."""
 
-    def __init__(self, child: Child, device: torch.device, cache_key: str, arena_bytes: int):
+    def __init__(self, child: Child, device: torch.device, cache: Path, arena_bytes: int):
         self.child, self.device, self.arena_bytes = child, device, arena_bytes
-        self.cache = cache_dir() / "kernels" / cache_key
+        self.cache = cache
         self.cache.mkdir(parents=True, exist_ok=True)
         self.confinement = ""
 
@@ -253,7 +251,7 @@ class Worker:
             raise self._gone(error) from None
         if "error" in answer:
             raise _reported(answer["error"])
-        return answer
+        return printable(answer)
 
     def _read(self, count: int, deadline: float) -> bytes:
         data = b""
@@ -320,17 +318,35 @@ class Worker:
 def _reported(error: Any) -> WorkerFailure:
     error = error if isinstance(error, dict) else {}
     line = f" (kernel.py line {error['line']})" if isinstance(error.get("line"), int) else ""
-    kind, text = str(error.get("type"))[:100], str(error.get("message"))
+    kind, text = printable(str(error.get("type")))[:100], str(error.get("message"))
     detail = str(error.get("traceback", ""))
     if kind in COMPILE_ERRORS:  # a compiler's messages with their context say more than where it was called
-        first = re.search(r"^(CUDA_SRC line|at \d+:\d+:).*", text, re.MULTILINE)
-        text, detail = (first[0], text[first.start() :][:2500]) if first else (text, text[:2500])
-    return WorkerFailure("CRASH", f"{kind}{line}: {' '.join(text.split())[:600]}", detail, kind)
+        text, detail = _first_message(text), text[:3000]
+    detail = "\n".join(map(printable, detail.splitlines()))
+    return WorkerFailure("CRASH", f"{kind}{line}: {' '.join(printable(text).split())}", detail, kind)
+
+
+def _first_message(text: str) -> str:
+    """One line of a compiler's output: nvcc's first message, or Triton's place and, at its end, its cause."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith("CUDA_SRC line")]
+    if found or not lines:
+        return found[0] if found else text
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else lines[0]
 
 
 def strings(value: Any) -> list[str]:
     """A child's list of names, as far as it is one."""
-    return [v[:300] for v in value if isinstance(v, str)] if isinstance(value, list) else []
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+
+
+def printable(value: Any) -> Any:
+    """An answer whose strings are short lines: what a kernel says must not look like what the judge says."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else " " for c in value)[:600]
+    if isinstance(value, dict):
+        return {printable(k): printable(v) for k, v in value.items()}
+    return [printable(v) for v in value] if isinstance(value, list) else value
 
 
 def malformed(reply: Mapping[str, Any]) -> str:

@@ -15,3 +15,10 @@ for r in v.get('sizes') or []:
 for k,x in (v.get('counters') or {}).items(): print('      ',k,x)
 PY
 run() { k=$1; t=$2; shift 2; s=$(date +%s%N); timeout 120 python3 bench.py --kernel kernels/$k.py "$@" --json > $OUT/r/$t.json 2> $OUT/r/$t.err; rc=$?; python3 /tmp/show.py $OUT/r/$t.json $k $rc $(( ($(date +%s%N) - s)/1000000 )); }
+case $1 in sanity)
+run matmul mm1
+run rmsnorm rn1 --ncu
+run cuda/rmsnorm rn2 --best kernels/cuda/rmsnorm.py
+timeout 150 python3 -m pytest -m gpu tests/test_bench_gpu.py -q -x --maxfail=4 --no-header 2>&1 | grep -vE "^$" | tail -30
+;; esac
+tar czf $OUT/r.tgz -C $OUT r; rm -rf $OUT/r

@@ -124,7 +124,7 @@ def _own_files(folder: Path) -> Iterator[list[Path]]:
 
 def _in_process(specimen: Specimen) -> dict[str, Any]:
     with launcher(ahead=1) as children, _shared_baseline():
-        options = {"timeout": 20, **specimen.options}
+        options = {"timeout": 20, "allow_dirty_harness": True, **specimen.options}
         return run.run(run.Options(specimen.path, **options), children).values
 
 
