@@ -50,6 +50,7 @@ def parser() -> "argparse.ArgumentParser":
 
 def main() -> int:
     args, start = parser().parse_args(), time.perf_counter()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # graph breaks are notes of the report
     try:
         with report.progress() as progress:
             progress("building the model")
@@ -74,7 +75,8 @@ def main() -> int:
     atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())
     print(path.read_text() if args.json else tables.summary(found.record(), args.top))
     if not args.json:
-        print(f"\n{path} written in {found.values['seconds']:.1f} s; next: uv run extract.py --top 5")
+        next_step = "next: uv run extract.py --top 5" if found.targets else "there is nothing to extract"
+        print(f"\n{path} written in {found.values['seconds']:.1f} s; {next_step}")
     return 0
 
 

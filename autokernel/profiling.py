@@ -250,6 +250,7 @@ def profile(
     activity = traced(run, loaded.device)
     for graph in capture.graphs:
         graph.run = None
+    capture.release()
     notes = [*loaded.notes, *notes, *_capture_notes(capture)]
     return _assembled(loaded, capture, found, activity, calls, modes, as_is_ms, notes)
 

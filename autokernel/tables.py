@@ -63,10 +63,9 @@ def summary(v: dict[str, Any], top: int = 25) -> str:
         "in sites": f"{_share(v['time_in_sites'])} of the time, {_share(v['flops_in_sites'])} of "
                     f"{v['flops'] / 1e9:.4g} GFLOP",
     }  # fmt: skip
-    lines = [f"{key + ':':<29}{text}"[:room] for key, text in pairs.items()] + [""]
-    shown = [cells(r) for r in v["targets"][:top]]
-    if shown:
-        lines += table(shown, room)
+    lines = [f"{key + ':':<29}{text}"[:room] for key, text in pairs.items()]
+    if v["targets"]:
+        lines += ["", *table([cells(r) for r in v["targets"][:top]], room)]
     if (more := len(v["targets"]) - top) > 0:
         lines.append(f"... and {more} more targets (--top, or workspace/profile.json)")
     if v["other"]:
