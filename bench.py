@@ -64,7 +64,9 @@ def main() -> int:
 def judge(args: argparse.Namespace, children) -> int:
     # only now: the children import PyTorch while we do
     from autokernel import report
-    from autokernel.run import GpuBusy, Options, UsageError, calibrate, run
+    from autokernel.gpu import GpuTableError
+    from autokernel.records import RecordError
+    from autokernel.run import GpuBusy, HarnessFailure, Options, UsageError, calibrate, run
     from autokernel.targets import TargetError
     from autokernel.worker import COMPILE_ERRORS
 
@@ -77,10 +79,10 @@ def judge(args: argparse.Namespace, children) -> int:
         (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
             record = run(Options(**{name: getattr(args, name) for name in names}), children, progress)
-    except (UsageError, GpuBusy, TargetError) as error:
+        record.write()
+    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    record.write()
     print(json.dumps(record.values, indent=1) if args.json else report.block(record.values))
     compiler = any(kind in str(record.values["reason"]) for kind in COMPILE_ERRORS)
     if (args.traceback or compiler) and record.values.get("traceback"):

@@ -44,7 +44,8 @@ def command() -> list[str]:
     if ncu is None:
         raise CountersMissing("ncu is not on the PATH; it comes with Nsight Compute")
     names = [DURATION, *METRICS.values(), *LIMITERS.values(), *map(STALL.format, STALLS)]
-    options = ["--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics", ",".join(names)]
+    options = ["--clock-control", "none", "--profile-from-start", "off", "--print-units", "base", "--csv",
+               "--metrics", ",".join(names)]
     return [ncu, *options]
 
 
@@ -80,7 +81,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def _summary(kernel: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"ncu_kernel": kernel["kernel"][:80]}
+    found: dict[str, Any] = {"ncu_kernel": kernel["kernel"][:80], "ncu_us": kernel.get(DURATION, 0.0) / 1e3}
     found |= {name: kernel.get(metric) for name, metric in METRICS.items()}
     limits = {name: kernel[metric] for name, metric in LIMITERS.items() if metric in kernel}
     found["occupancy_limiter"] = min(limits, key=lambda name: limits[name]) if limits else None

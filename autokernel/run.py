@@ -29,6 +29,8 @@ from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, foul_play, time_case
 from autokernel.worker import Worker, WorkerFailure
 
+AUTOTUNE_SECONDS = 900  # torch.compile max-autotune of one shape
+
 # the key block, in order; every run prints every key, `n/a` where there is no number
 KEYS = (
     "kernel_type", "backend", "device", "gpu_name", "target", "source_sha256",
@@ -57,6 +59,10 @@ class Options:
     device: str = ""
     timeout: float = 60.0
     allow_dirty_harness: bool = False
+
+
+class HarnessFailure(RuntimeError):
+    """What the kernel is compared with could not be run: no verdict on the kernel."""
 
 
 class UsageError(ValueError):
@@ -161,6 +167,9 @@ class _Session:
         try:
             return values | self._timed(bench, workers, timed)
         except WorkerFailure as failure:
+            if failure.worker is not workers["candidate"]:
+                name = next((n for n, worker in workers.items() if worker is failure.worker), "another")
+                raise HarnessFailure(f"the {name} child failed, not kernel.py: {failure}") from None
             reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
             return values | reason | {"traceback": failure.detail}
 
@@ -187,7 +196,7 @@ class _Session:
             done.touch()
 
     def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
-        self._start_others(bench, workers)
+        self._start_others(bench, workers, timed)
         self.lap("start_others")
         device, calibration = self.gpu, self.calibration
         timings = []
@@ -242,13 +251,22 @@ class _Session:
         except (counters.CountersMissing, WorkerFailure) as error:
             return {"counters": {"ncu": f"no counters: {error}"}}
 
-    def _start_others(self, bench: Bench, workers) -> None:
+    def _start_others(self, bench: Bench, workers, timed: list[Case]) -> None:
         for name in ("baseline", "compiled"):
             if name in workers:
                 workers[name].share(bench.flush_bytes, START_SECONDS)
                 workers[name].ask("load", START_SECONDS, op=self.spec.name, compile=name == "compiled")
         if "best" in workers:
             bench.load_kernel(workers["best"], self.limits)
+        if "compiled" in workers:
+            self.progress("torch.compile max-autotune, once per shape and device")
+            try:
+                for case in timed:
+                    layout = bench.layout(case)
+                    workers["compiled"].stage(layout, bench.draw(case, layout))
+                    workers["compiled"].call(layout, case.scalars, AUTOTUNE_SECONDS)
+            except WorkerFailure as failure:
+                raise HarnessFailure(f"torch.compile failed; run without --compile-baseline: {failure}") from None
 
     def _timed_cases(self, bench: Bench, targets: list[Case]) -> list[Case]:
         """The target's own shapes, then the sizes asked for by name."""

@@ -45,6 +45,7 @@ class WorkerFailure(Exception):
     def __init__(self, outcome: str, message: str, detail: str = "", kind: str = ""):
         super().__init__(message)
         self.outcome, self.detail, self.kind = outcome, detail, kind
+        self.worker: Worker | None = None  # whose child it was
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,13 @@ class Worker:
         Raises WorkerFailure: TIMEOUT after `timeout` seconds, CRASH if the child ended, answered before it was asked
         or something else than it was asked, or if it reports an exception.
         """
+        try:
+            return self._exchange(do, timeout, request)
+        except WorkerFailure as failure:
+            failure.worker = self
+            raise
+
+    def _exchange(self, do: str, timeout: float, request: Mapping[str, Any]) -> dict[str, Any]:
         token = secrets.token_hex(8)
         message = json.dumps({"do": do, "id": token, **request}).encode()
         deadline = time.monotonic() + timeout
