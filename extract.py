@@ -178,7 +178,7 @@ def shown(plan: dict[str, Any], only_report: bool) -> str:
             lines += wrapped(f"  {100 * s['share']:>5.1f}%  {s['op']} {s['shape']}: {s['why']}", indent=10)
     if (more := len(plan["skipped"]) - len(left[:12])) > 0:
         lines.append(f"  ... and {more} more in plan.json")
-    written = f"{workspace() / 'targets'} written; next: uv run orchestrate.py next"
+    written = f"written: {workspace() / 'targets'}\nnext: uv run orchestrate.py next"
     return "\n".join([*lines, "", "nothing written (--report)" if only_report else written])
 
 

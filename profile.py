@@ -75,8 +75,8 @@ def main() -> int:
     atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())
     print(path.read_text() if args.json else tables.summary(found.record(), args.top))
     if not args.json:
-        next_step = "next: uv run extract.py --top 5" if found.targets else "there is nothing to extract"
-        print(f"\n{path} written in {found.values['seconds']:.1f} s; {next_step}")
+        print(f"\nwritten in {found.values['seconds']:.1f} s: {path}")
+        print("next: uv run extract.py --top 5" if found.targets else "there is nothing to extract")
     return 0
 
 

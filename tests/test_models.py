@@ -29,7 +29,8 @@ def load(*words):
 def source(tmp_path):
     def write(text, name="model.py"):
         path = tmp_path / name
-        path.write_text("import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n" + textwrap.dedent(text))
+        imports = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
+        path.write_text(imports + textwrap.dedent(text))
         return path
 
     return write
