@@ -15,10 +15,12 @@ for r in v.get('sizes') or []:
 for k,x in (v.get('counters') or {}).items(): print('      ',k,x)
 PY
 run() { k=$1; t=$2; shift 2; s=$(date +%s%N); timeout 120 python3 bench.py --kernel kernels/$k.py "$@" --json > $OUT/r/$t.json 2> $OUT/r/$t.err; rc=$?; python3 /tmp/show.py $OUT/r/$t.json $k $rc $(( ($(date +%s%N) - s)/1000000 )); }
-case $1 in sanity)
-run matmul mm1
-run rmsnorm rn1 --ncu
-run cuda/rmsnorm rn2 --best kernels/cuda/rmsnorm.py
-timeout 150 python3 -m pytest -m gpu tests/test_bench_gpu.py -q -x --maxfail=4 --no-header 2>&1 | grep -vE "^$" | tail -30
-;; esac
-tar czf $OUT/r.tgz -C $OUT r; rm -rf $OUT/r
+S_matmul=medium,large,xlarge S_softmax=large,vocab_50257,vocab_151936 S_layernorm=medium,large S_rmsnorm=medium,large
+S_flash_attention=medium,large,xlarge S_fused_mlp=medium,large S_cross_entropy=medium,vocab_50257,large S_rotary_embedding=large,long S_reduce=large
+OPS="matmul softmax layernorm rmsnorm flash_attention fused_mlp cross_entropy rotary_embedding reduce"
+case $1 in
+cold) for k in $OPS; do v=S_$k; run $k t_$k --sizes ${!v}; done; for k in $OPS; do v=S_$k; run cuda/$k c_$k --sizes ${!v}; done ;;
+warm) for k in $OPS; do run $k w_$k --best kernels/$k.py; done; for k in softmax matmul; do run cuda/$k cw_$k --ncu; done
+  timeout 60 compute-sanitizer --tool memcheck python3 scratch/check_cuda_mem.py --memcheck > $OUT/memcheck.txt 2>&1; tail -4 $OUT/memcheck.txt ;;
+esac
+tar czf $OUT/$1.tgz -C $OUT r; rm -rf $OUT/r
