@@ -22,13 +22,12 @@ else:
     import argparse
     import json
     import logging
-    import shutil
     import time
     from pathlib import Path
 
     import torch
 
-    from autokernel import models, profiling, report
+    from autokernel import models, profiling, report, tables
     from autokernel.paths import atomic_write, workspace
 
 
@@ -51,6 +50,7 @@ def parser() -> "argparse.ArgumentParser":
 
 def main() -> int:
     args, start = parser().parse_args(), time.perf_counter()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # graph breaks are notes of the report
     try:
         with report.progress() as progress:
             progress("building the model")
@@ -73,10 +73,10 @@ def main() -> int:
     found.values |= {"seconds": time.perf_counter() - start, "options": models.as_json(args)}
     path = workspace() / "profile.json"
     atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())
-    width = shutil.get_terminal_size((100, 24)).columns
-    print(path.read_text() if args.json else profiling.summary(found, width, args.top))
+    print(path.read_text() if args.json else tables.summary(found.record(), args.top))
     if not args.json:
-        print(f"\n{path} written in {found.values['seconds']:.1f} s; next: uv run extract.py --top 5")
+        print(f"\nwritten in {found.values['seconds']:.1f} s: {path}")
+        print("next: uv run extract.py --top 5" if found.targets else "there is nothing to extract")
     return 0
 
 

@@ -185,6 +185,14 @@ class Runner:
             function = self.torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
         return function
 
+    def compile(self, request: dict) -> dict:
+        """Compile the kernel's CUDA_SRC without calling it: all that can be done where there is no GPU."""
+        from autokernel.cuda import compile_cuda
+
+        module = sys.modules["kernel"]
+        compile_cuda(module.CUDA_SRC, defines=getattr(module, "CONFIG", {}))
+        return {}
+
     def inspect(self, request: dict) -> dict:
         """Names of functions that were replaced since the kernel was loaded."""
         changed = []
@@ -287,6 +295,19 @@ class Runner:
             if self.on_gpu:
                 self.synchronize()
         return {"host_s": seconds}
+
+    def count(self, request: dict) -> dict:
+        """One warm and one profiled call, for Nsight Compute around this process."""
+        kwargs = {name: self.tensor(spec, "work") for name, spec in request["inputs"].items()} | request["scalars"]
+        stage, work, count = request["stage"], request["work"], request["bytes"]
+        self.copy_(self.arena[work : work + count], self.arena[stage : stage + count])
+        self.function(**kwargs)
+        self.synchronize()
+        self.torch.cuda.cudart().cudaProfilerStart()
+        self.function(**kwargs)
+        self.synchronize()
+        self.torch.cuda.cudart().cudaProfilerStop()
+        return {}
 
     def resources(self, request: dict) -> dict:
         """Registers, spills and shared memory of the compiled kernels, the largest of each."""

@@ -229,11 +229,13 @@ class Capture:
     """A model whose forward pass runs through captured graphs; call it like the model, under torch.no_grad().
 
     Raises nothing of its own: what torch.compile cannot trace runs as it did, outside of the graphs, and `breaks` says
-    why.
+    why. Where it captures nothing at all (a break inside of the loop over the layers), each child module is compiled by
+    itself; `release` undoes that.
     """
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.graphs, self.keep_inputs = model, [], False
+        self._parts: list[torch.nn.Module] = []
         self.problem = ""  # what torch.compile itself failed at: those parts run outside of the graphs
         self._compiled = torch.compile(model, backend=self._backend, dynamic=False)
         self._breaks_before = _break_counts()
@@ -244,12 +246,24 @@ class Capture:
             recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem)
         ):
             try:
-                return self._compiled(*args, **kwargs)
+                out = self._compiled(*args, **kwargs)
+                if not self.graphs and not self._parts:
+                    self._parts = list(_parts(self.model))
+                    for part in self._parts:
+                        part.forward = torch.compile(part.forward, backend=self._backend, dynamic=False)
+                    self._compiled = self.model
+                    out = self._compiled(*args, **kwargs)
+                return out
             except torch._dynamo.exc.TorchDynamoException as error:
                 if self.problem:
                     raise
                 self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return self(*args, **kwargs)
+
+    def release(self) -> None:
+        """Leave the model as it was found."""
+        for part in self._parts:
+            part.__dict__.pop("forward", None)
 
     @property
     def breaks(self) -> list[str]:
@@ -264,6 +278,14 @@ class Capture:
     def tensor_names(self) -> dict[int, tuple[str, str]]:
         names = {id(t): ("buffer", n) for n, t in self.model.named_buffers(remove_duplicate=False)}
         return names | {id(t): ("parameter", n) for n, t in self.model.named_parameters(remove_duplicate=False)}
+
+
+def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            yield from _parts(child)
+        elif "forward" not in child.__dict__:
+            yield child
 
 
 def _break_counts() -> Counter:

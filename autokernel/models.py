@@ -217,8 +217,6 @@ def _build(factory, source, dtype, device, options) -> nn.Module:
         raise ModelError(f"building {factory.__name__}: out of memory on {device}; it needs a larger GPU") from None
     except Exception as error:
         raise ModelError(f"building {factory.__name__}: {_cause(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"{factory.__name__} gave a {type(model).__name__}, expected a torch.nn.Module")
     return model.eval()
 
 
@@ -233,6 +231,8 @@ def _construct(factory, kwargs: dict[str, Any], dtype: torch.dtype, device: torc
         if device.type == "cpu":
             raise
         model = factory(**kwargs)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{factory.__name__} gave a {type(model).__name__}, expected a torch.nn.Module")
     # as Module.to(dtype) does, except that complex tensors keep their imaginary part
     return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t).to(device)
 

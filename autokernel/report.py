@@ -43,6 +43,7 @@ def block(values: dict[str, Any]) -> str:
         if key == "speedup_vs_best" and values.get(key) is not None:
             text += f" +-{values['gain_spread_pct'] / 100:.4f}"
         lines.append(f"{key + ':':<{width}} {text}")
+    lines += [f"{name + ':':<{width}} {shown(value)}" for name, value in (values.get("counters") or {}).items()]
     lines += table(values.get("sizes") or [])
     return "\n".join(lines + (kernels(values["profile"]) if values.get("profile") else []))
 

@@ -123,7 +123,7 @@ class Site:
             labels[node] = f"%{i}"
             args, kwargs = (fx.node.map_aggregate(a, lambda v: labels.get(v, v) if isinstance(v, fx.Node) else v)
                             for a in (node.args, node.kwargs))  # fmt: skip
-            words = [*map(str, args), *(f"{k}={v}" for k, v in kwargs.items())]
+            words = [str(a).replace("'", "") for a in args] + [f"{k}={v}" for k, v in kwargs.items()]
             lines.append(f"%{i} = {node.target if isinstance(node.target, torch._ops.OpOverload) else name(node)}"
                          f"({', '.join(words)})")  # fmt: skip
         return "\n".join(lines)

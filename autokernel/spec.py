@@ -84,6 +84,7 @@ class Case:
     layout: str = "contiguous"
     content: Mapping[str, str] | str = "normal"
     strides: Mapping[str, tuple[int, ...]] | None = None  # observed strides of a model's tensors
+    dtypes: Mapping[str, str] | None = None  # observed dtypes of a model's tensors where they differ from `dtype`
     omit: tuple[str, ...] = ()  # optional tensors left out
     exact: bool = False  # every sum is exactly representable: demand bit equality
 
@@ -139,6 +140,7 @@ class OpSpec:
                 continue
             shape = axes_shape(spec.axes, case.size)
             dtype = DTYPES[case.dtype] if spec.dtype == "float" else getattr(torch, spec.dtype)
+            dtype = DTYPES[case.dtypes[name]] if case.dtypes and name in case.dtypes else dtype
             if case.strides and name in case.strides:
                 specs[name] = TensorSpec(name, shape, tuple(case.strides[name]), dtype)
             else:

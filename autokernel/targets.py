@@ -1,19 +1,23 @@
-"""Targets: what a model really calls. `extract.py` writes workspace/targets/<name>/target.json; this reads it.
+"""Targets: what a model really calls. `extract.py` writes workspace/targets/<name>/, this reads it.
 
-target.json: {"op", "dtype", "args": {name: {"shape", "strides"}}, "scalars", ...}. The active target is the one whose
-name stands in workspace/active.
+target.json: {"op", "dtype", "args": {name: {"shape", "strides", "dtype"}}, "scalars", "calls", "share", "ms", "sites",
+"reference", "reference_sha256", ...}: a row of workspace/profile.json. The active target is the one whose name stands
+in workspace/active.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from autokernel import ops
 from autokernel.paths import workspace
-from autokernel.spec import Case, OpSpec
+from autokernel.spec import DTYPES, Case, OpSpec, axes_shape
+
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
 
 class TargetError(ValueError):
@@ -22,7 +26,11 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True)
 class Target:
-    """One hot site of a model: operator, exact shapes and strides, dtype, scalars."""
+    """One hot site of a model: operator, exact shapes and strides, dtype, scalars; and what it is worth.
+
+    dtypes: arguments whose dtype is not the target's. sites: where in the model, one record a call site. calls, ms and
+    share are of one forward pass. reference_sha256: of the captured sub-graph's text.
+    """
 
     name: str
     folder: Path
@@ -32,11 +40,70 @@ class Target:
     strides: dict[str, tuple[int, ...]]
     scalars: dict[str, Any] = field(default_factory=dict)
     omit: tuple[str, ...] = ()
+    dtypes: dict[str, str] = field(default_factory=dict)
+    calls: int = 1
+    ms: float | None = None
+    share: float | None = None
+    sites: tuple[dict[str, Any], ...] = ()
+    reference_sha256: str = ""
 
     def cases(self) -> list[Case]:
         """The target's own shape, under the name "target"."""
+        return [self._case("target", self.size, self.strides)]
+
+    def neighbours(self, on_gpu: bool = True) -> list[Case]:
+        """The target at half and double its batch or length; widths, heads and vocabulary stay what they are.
+
+        In Triton's interpreter only the halves: a double takes minutes there.
+        """
+        found = {}
+        for axes in self.spec.scaled:
+            for label, factor in (("half", Fraction(1, 2)), ("double", Fraction(2))):
+                size = self._scaled(axes.split("+"), factor) if on_gpu or factor < 1 else None
+                if size is not None:
+                    found[f"{label}_{axes}"] = self._case(f"{label}_{axes}", size, self._scaled_strides(size))
+        return list(found.values())
+
+    def _case(self, name: str, size: dict[str, Any], strides: dict[str, tuple[int, ...]]) -> Case:
         scalars = {k: v for k, v in self.scalars.items() if v != self.spec.scalars.get(k)}
-        return [Case("target", "timing", self.size, self.dtype, scalars, strides=self.strides, omit=self.omit)]
+        return Case(
+            name, "timing", size, self.dtype, scalars, strides=strides, omit=self.omit, dtypes=self.dtypes or None
+        )
+
+    def _scaled(self, axes: list[str], factor: Fraction) -> dict[str, Any] | None:
+        """The size with these axes scaled, or None where one cannot be: a decoding step's single query stays one."""
+        axes = [a for a in axes if self.size[a] != 1] if len(axes) > 1 else axes
+        size = dict(self.size)
+        for axis in axes:
+            old = size[axis]
+            if isinstance(old, tuple):
+                kept = self.scalars.get("dim", self.spec.scalars.get("dim")) if axis == "shape" else None
+                free = [i for i, n in enumerate(old) if n > 1 and (kept is None or i != kept % len(old))]
+                if not free:
+                    return None
+                scaled = old[free[-1]] * factor
+                size[axis] = (*old[: free[-1]], int(scaled), *old[free[-1] + 1 :])
+            else:
+                scaled = old * factor
+                size[axis] = int(scaled)
+            if scaled < 1 or scaled.denominator != 1:
+                return None
+        return size if axes else None
+
+    def _scaled_strides(self, size: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """The observed layout at another size: a stride grows with every axis that lies inside of it."""
+        found = {}
+        for name, strides in self.strides.items():
+            old, new = (axes_shape(self.spec.args[name].axes, s) for s in (self.size, size))
+            grown = []
+            for stride in strides:
+                factor = Fraction(1)
+                for before, after, inner in zip(old, new, strides, strict=True):
+                    factor *= Fraction(after, before) if inner < stride else 1
+                grown.append(stride * factor)
+            if all(g.denominator == 1 for g in grown):
+                found[name] = tuple(int(g) for g in grown)
+        return found
 
 
 def read_target(folder: Path) -> Target:
@@ -48,12 +115,22 @@ def read_target(folder: Path) -> Target:
         shapes = {name: tuple(a["shape"]) for name, a in values["args"].items()}
         strides = {name: tuple(a["strides"]) for name, a in values["args"].items()}
         omit = tuple(n for n, a in spec.args.items() if a.optional and n not in shapes)
+        own = DTYPES[values["dtype"]]
+        dtypes = {n: _NAMES[a["dtype"]] for n, a in values["args"].items() if a.get("dtype") in _NAMES}
         return Target(
-            folder.name, folder, spec, values["dtype"], spec.bind(shapes), strides, values.get("scalars", {}), omit
-        )
+            folder.name, folder, spec, values["dtype"], spec.bind(shapes), strides, values.get("scalars", {}), omit,
+            {n: d for n, d in dtypes.items() if DTYPES[d] != own}, values.get("calls", 1), values.get("ms"),
+            values.get("share"), tuple(values.get("sites", ())), values.get("reference_sha256", ""),
+        )  # fmt: skip
     except (OSError, KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise TargetError(f"{path}: {what}; write it anew with: uv run extract.py") from None
+
+
+def read_targets() -> list[Target]:
+    """Every extracted target, by rank. Raises TargetError."""
+    folders = [f.parent for f in (workspace() / "targets").glob("*_*/target.json")]
+    return [read_target(f) for f in sorted(folders, key=lambda f: int(f.name.partition("_")[0]))]
 
 
 def active_target() -> Target | None:

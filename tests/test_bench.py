@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from autokernel import ops, report
+from autokernel import counters, ops, report
 from autokernel.run import KEYS, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,3 +142,53 @@ def test_command_line(tmp_path):
     assert subprocess.run(status, cwd=ROOT, capture_output=True, text=True).stdout == before
     bad = subprocess.run([*command, "--sizes", "huge"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert bad.returncode == 2 and bad.stderr.startswith("bench.py: unknown --sizes 'huge'") and not bad.stdout
+
+
+def test_counters_say_why_there_are_none(judge):
+    values = judge(reduce_with("pass"), quick=True, ncu=True)
+    assert values["counters"] == {"ncu": "no counters: no GPU here"} and "no counters" in report.block(values)
+
+
+def test_counters_are_read_from_the_longest_kernel():
+    head = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    rows = [("0", "small", "gpu__time_duration.sum", "ns", "1,000"),
+            ("1", "large", "gpu__time_duration.sum", "ns", "9,000"),
+            ("1", "large", "dram__throughput.avg.pct_of_peak_sustained_elapsed", "%", "91.5"),
+            ("1", "large", "launch__occupancy_limit_registers", "block", "2"),
+            ("1", "large", "launch__occupancy_limit_warps", "block", "8"),
+            ("1", "large", counters.STALL.format("long_scoreboard"), "inst", "7.25"),
+            ("1", "large", counters.STALL.format("wait"), "inst", "n/a")]  # fmt: skip
+    text = "==PROF== noise\n" + head + "".join(f'"{i}","7","{k}","{m}","{u}","{v}"\n' for i, k, m, u, v in rows)
+    found = counters.parse(text)
+    assert found["ncu_kernel"] == "large" and found["ncu_us"] == 9 and found["dram_pct"] == 91.5 and found["occupancy_limiter"] == "registers"
+    assert found["top_stalls"] == "long_scoreboard 7.2" and found["l2_pct"] is None
+    with pytest.raises(counters.CountersMissing, match="ERR_NVGPUCTRPERM"):
+        counters.parse("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+
+
+@pytest.mark.nvcc
+def test_cuda_without_a_gpu_is_compiled_not_run(judge):
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc")
+    source = (ROOT / "kernels" / "cuda" / "reduce.py").read_text()
+    values = judge(source, timeout=60)
+    assert values["correctness"] == "FAIL" and values["reason"].startswith("compiled, not run")
+    assert values["registers"] > 0 and values["spill_bytes"] == 0
+    values = judge(source.replace('extern "C"', 'int broken = ;\nextern "C"', 1), timeout=60)
+    assert values["correctness"] == "CRASH" and "CudaCompileError: CUDA_SRC line" in values["reason"]
+    assert "int broken = ;" in values["traceback"] and "\n" not in values["reason"]
+
+
+def test_cuda_without_nvcc_says_how_to_get_it(judge, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(tmp_path))
+    reason = judge((ROOT / "kernels" / "cuda" / "reduce.py").read_text())["reason"]
+    if not reason.startswith("compiled"):  # a toolkit in /usr/local/cuda or from pip is found without PATH
+        assert reason.startswith("not compiled, not run")
+        assert "--extra cuda" in reason or "install g++" in reason  # nvcc is missing, or its host compiler
+
+
+def test_a_bad_best_is_a_bad_option(judge, tmp_path):
+    with pytest.raises(UsageError, match="--best: .*No such file"):
+        judge(reduce_with("pass"), best=tmp_path / "none.py")

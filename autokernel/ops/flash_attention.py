@@ -71,7 +71,7 @@ _PRODUCTS = ("matmul", "bmm")
 def _grouped(view, heads):
     """The keys or values before their heads were repeated for grouped queries, where they were; then as they are."""
     node, size = view.node, shape(view.node)
-    while not view.steps and len(size) == 4 and name(node) in _REPEAT:
+    while not view.steps and len(size) == 4 and size[1] == heads and name(node) in _REPEAT:
         node = node.args[0]
         few = shape(node)
         if len(few) == 4 and few[1] < heads and (few[0], *few[2:]) == (size[0], *size[2:]) and heads % few[1] == 0:
@@ -86,7 +86,9 @@ def _claims(output, q, k, v, scale, masks):
     if len(shape(q.node)) == 3:
         q, k, v, out = q.then("unsqueeze", 0), k.then("unsqueeze", 0), v.then("unsqueeze", 0), (("squeeze.dim", 0),)
     usual = scale is None or abs(scale * shape(q.node)[-1] ** 0.5 - 1) < 1e-9
-    for keys, values in zip(_grouped(k, shape(q.node)[1]), _grouped(v, shape(q.node)[1]), strict=False):
+    grouped_keys, grouped_values = list(_grouped(k, shape(q.node)[1])), list(_grouped(v, shape(q.node)[1]))
+    both = len(grouped_keys) == len(grouped_values)
+    for keys, values in zip(grouped_keys, grouped_values, strict=True) if both else [(k, v)]:
         for causal in masks:
             scalars = {"causal": causal, "sm_scale": None if usual else scale}
             yield Match(output, {"Q": q, "K": keys, "V": values}, scalars, out)

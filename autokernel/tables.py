@@ -1,0 +1,117 @@
+"""Tables for people: one line a row where the terminal is wide, two where it is narrow. No torch: it must be quick."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import Any
+
+HEADER = ("#", "operator", "where", "shape", "dtype", "calls", "ms", "share", "cum", "bound", "roof", "at most")
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def percent(value: float | None) -> str:
+        return "n/a" if value is None else f"{value:.1f}%" if value < 99.95 else f"{value:.0f}%"
+
+    at_most = f"{row['at_most']:.2f}x" if row.get("at_most") else "n/a"
+    dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
+    return (
+        str(row.get("rank", "")), row["op"], row["where"], row["shape"], dtype, str(row["calls"] or "?"),
+        f"{row['ms']:.4g}", percent(100 * row["share"]),
+        percent(100 * row["cumulative"]) if "cumulative" in row else "",
+        row.get("bound") or "n/a", percent(row.get("pct_roofline")), at_most,
+    )  # fmt: skip
+
+
+def table(rows: list[tuple[str, ...]], columns: int) -> list[str]:
+    """Aligned lines, one a row where there is room for where and shape, else two."""
+    numbers = [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
+    wide = {i: max(len(r[i]) for r in [HEADER, *rows]) for i in range(len(HEADER))}
+    fixed = sum(wide[i] + 2 for i in numbers)
+    room = columns - fixed - 2
+    if room >= 36:
+        where = min(wide[2], max(14, room - wide[3]))
+        plan = {**wide, 2: where, 3: min(wide[3], room - where)}
+        return [_line(r, range(len(HEADER)), plan) for r in [HEADER, *rows]]
+    lines = [_line(HEADER, numbers, wide), " " * (wide[0] + 2) + "where, shape"]
+    for row in rows:
+        second = " " * (wide[0] + 2) + f"{row[2]}  {row[3]}"
+        lines += [_line(row, numbers, wide), second[:columns]]
+    return lines
+
+
+def _line(row, columns, wide) -> str:
+    left = (1, 2, 3, 4, 9)
+    words = [_cut(row[i], wide[i]).ljust(wide[i]) if i in left else row[i].rjust(wide[i]) for i in columns]
+    return "  ".join(words).rstrip()
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 2] + ".."
+
+
+def summary(v: dict[str, Any], top: int = 25) -> str:
+    """What profile.py prints: the totals, the table of targets, the rest, notes."""
+    room = width()
+    kind = "device time" if v["device"] != "cpu" else "CPU time"
+    pairs = {
+        "model": f"{v['model']}, {v['parameters'] / 1e6:.1f}M parameters, {v['dtype']}",
+        "inputs": v["inputs"],
+        "device": v["device"] if v["device"] != "cpu" else "cpu (shares hold for this CPU only)",
+        kind: f"{v['total_ms']:.4g} ms a forward (the model as it is: {v['as_is_ms']:.4g} ms)",
+        **{f"{mode}": f"{ms:.4g} ms wall" for mode, ms in v["modes_ms"].items()},
+        "in sites": f"{_share(v['time_in_sites'])} of the time, {_share(v['flops_in_sites'])} of "
+                    f"{v['flops'] / 1e9:.4g} GFLOP",
+    }  # fmt: skip
+    lines = [f"{key + ':':<29}{text}"[:room] for key, text in pairs.items()]
+    if v["targets"]:
+        lines += ["", *table([cells(r) for r in v["targets"][:top]], room)]
+    if (more := len(v["targets"]) - top) > 0:
+        lines.append(f"... and {more} more targets (--top, or workspace/profile.json)")
+    if v["other"]:
+        lines += ["", "other (no operator of ours; not extracted)", *_other_lines(v["other"], room, top)]
+    lines += [""] * bool(v["notes"]) + [line for n in v["notes"] for line in wrapped(f"note: {n}")]
+    return "\n".join(lines + verdict(v))
+
+
+def _share(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.1f}%"
+
+
+def _other_lines(rows: list[dict[str, Any]], width: int, top: int) -> list[str]:
+    shown, lines = [r for r in rows if r["share"] >= 0.001][: max(5, top // 2)], []
+    for row in shown:
+        text = f"  {row['ms']:>8.4g} ms {100 * row['share']:>5.1f}%  {row['op']} {row['shape']} {row['dtype']}".rstrip()
+        lines.append(f"{text}  {row['where']}"[:width])
+        if row["reason"]:
+            lines += textwrap.wrap(row["reason"], width, initial_indent=" " * 20, subsequent_indent=" " * 20)
+    if hidden := rows[len(shown) :]:
+        ms, share = sum(r["ms"] for r in hidden), sum(r["share"] for r in hidden)
+        lines.append(f"  {ms:>8.4g} ms {100 * share:>5.1f}%  {len(hidden)} more operators")
+    return lines
+
+
+def verdict(v: dict[str, Any]) -> list[str]:
+    """What follows from the launch modes: is the model launch-bound, and what do free measures give?"""
+    modes, lines = v["modes_ms"], []
+    eager = modes.get("eager")
+    if v["device"] == "cpu" or not eager:
+        return lines
+    busy = v["as_is_ms"] / eager
+    if busy < 0.8:
+        lines.append(
+            f"The model is launch-bound: the GPU works {100 * busy:.0f}% of the {eager:.4g} ms; "
+            "faster kernels show only where launches are hidden (a CUDA graph)."
+        )
+    for mode, ms in modes.items():
+        if mode != "eager" and ms:
+            lines.append(f"{mode} by itself: {eager / ms:.2f}x ({ms:.4g} ms)")
+    return [""] * bool(lines) + lines
+
+
+def width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def wrapped(text: str, indent: int = 2) -> list[str]:
+    return textwrap.wrap(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False)
