@@ -101,11 +101,11 @@ def _descriptor(t, block_row, block_col):
 
 def _tiling(a, N):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared = a.shape[0], 1, 227 * 1024
+    M, sms, shared, fma = a.shape[0], 1, 227 * 1024, a.dtype == torch.float32
     if a.is_cuda:
         props = torch.cuda.get_device_properties(a.device)
-        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
-    if a.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
+        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+    if fma:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
         return (128 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
         m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
@@ -118,7 +118,8 @@ def _tiling(a, N):
         _, (m, n, _) = min((w * s[0] * s[1] * s[2], s) for w, s in zip(waves, sizes, strict=True))
         warps = CONFIG["num_warps"] if m * n > 64 * 128 else 4
     if shared < 200 * 1024:
-        m, n, k, stages = min(m, 128), min(n, 128), min(k, 64), min(stages, 3)
+        m, n, k = min(m, 128), min(n, 128), min(k, 64)
+    stages = min(stages, shared // ((m + n) * k * a.element_size()))
     return m, n, k, warps, stages, sms
 
 

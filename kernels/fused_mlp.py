@@ -112,13 +112,13 @@ def _descriptor(t, block_row, block_col):
     return None, False
 
 
-def _tiling(x, N, block_n):
+def _tiling(x, N, block_n, gated):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared = x.shape[0], 1, 227 * 1024
+    M, sms, shared, fma = x.shape[0], 1, 227 * 1024, x.dtype == torch.float32
     if x.is_cuda:
         props = torch.cuda.get_device_properties(x.device)
-        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
-    if x.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulators must fit in registers
+        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+    if fma:  # IEEE fp32 runs on the FMA units: operands and accumulators must fit in registers
         return (64 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
         m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
@@ -131,7 +131,8 @@ def _tiling(x, N, block_n):
         _, (m, n, _) = min((w * s[0] * s[1] * s[2], s) for w, s in zip(waves, sizes, strict=True))
         warps = CONFIG["num_warps"] if m * n > 64 * 64 else 4
     if shared < 200 * 1024:
-        m, n, k, stages = min(m, 128), min(n, block_n // 2), min(k, 64), min(stages, 3)
+        m, n, k = min(m, 128), min(n, block_n // 2), min(k, 64)
+    stages = min(stages, shared // ((m + n * (2 if gated else 1)) * k * x.element_size()))
     return m, n, k, warps, stages, sms
 
 
@@ -139,7 +140,7 @@ def _launch(x, w, w_up, activation, block_n):
     """x (rows, K) times w (K, N); gated by a second product with w_up where there is an activation."""
     (M, K), N = x.shape, w.shape[1]
     out = torch.empty((M, N), device=x.device, dtype=x.dtype)
-    block_m, block_n, block_k, warps, stages, sms = _tiling(x, N, block_n)
+    block_m, block_n, block_k, warps, stages, sms = _tiling(x, N, block_n, activation is not None)
     tma = K > 0 and x.dtype != torch.float32
     tma = tma and (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= 9)
     x_desc, trans_x = _descriptor(x, block_m, block_k) if tma else (None, False)
