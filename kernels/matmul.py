@@ -63,7 +63,7 @@ def _store(c, row, col, M, N, tile, TMA: tl.constexpr):
 def _matmul(a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, num_programs,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
             TMA: tl.constexpr, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, TMA_STORE: tl.constexpr,
-            STORE_HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr):
+            STORE_HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr):
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, num_programs, flatten=True):
@@ -76,8 +76,6 @@ def _matmul(a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, 
         for k in range(0, K, BLOCK_K):
             a_tile = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA, TRANS_A, EVEN)
             b_tile = _load(b, k, col, K, N, stride_bk, stride_bn, BLOCK_K, BLOCK_N, TMA, TRANS_B, EVEN)
-            if UPCAST:
-                a_tile, b_tile = a_tile.to(tl.float32), b_tile.to(tl.float32)
             acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
         n = col + tl.arange(0, BLOCK_N)
         if HAS_BIAS:
@@ -128,6 +126,8 @@ def kernel_fn(A, B, bias=None):
     if B.ndim != 2 or A.shape[-1] != B.shape[0] or A.dtype != B.dtype:
         got = f"A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)} {B.dtype}"
         raise ValueError(f"matmul: {got}: pass A (..., M, K) and B (K, N) of one dtype")
+    if A.dtype == torch.bfloat16 and not A.is_cuda:  # Triton's interpreter multiplies bf16 as integers and truncates it
+        return kernel_fn(A.float(), B.float(), bias if bias is None else bias.float()).to(A.dtype)
     a = A if A.ndim == 2 else A.reshape(-1, A.shape[-1])
     (M, K), N = a.shape, B.shape[1]
     C = torch.empty((*A.shape[:-1], N), device=A.device, dtype=A.dtype)
@@ -152,7 +152,6 @@ def kernel_fn(A, B, bias=None):
         TMA=tma, TRANS_A=trans_a, TRANS_B=trans_b, TMA_STORE=tma_store, STORE_HALVES=halves,
         HAS_BIAS=bias is not None,
         EVEN=not tma and M % block_m == 0 and N % block_n == 0 and K % block_k == 0,
-        UPCAST=a.dtype == torch.bfloat16 and not a.is_cuda,  # Triton's interpreter multiplies bf16 as integers
         num_warps=warps, num_stages=stages,
     )
     return C
