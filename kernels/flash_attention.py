@@ -29,7 +29,7 @@ CONFIG = {
 
 @triton.jit
 def _load(src, strides, batch, head, start, kv_len, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-          BLOCK_D: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr, UPCAST: tl.constexpr):
+          BLOCK_D: tl.constexpr, TMA: tl.constexpr, MASK: tl.constexpr):
     """Tile (BLOCK_N, BLOCK_D) of K or V, zero outside."""
     if TMA:
         tile = src.load([batch, head, start, 0]).reshape((BLOCK_N, BLOCK_D))
@@ -39,13 +39,13 @@ def _load(src, strides, batch, head, start, kv_len, BLOCK_N: tl.constexpr, HEAD_
         base = src + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
         ptrs = base + n.to(tl.int64) * strides[2] + d.to(tl.int64) * strides[3]
         tile = tl.load(ptrs, mask=((n < kv_len) | (not MASK)) & (d < HEAD_DIM), other=0.0)
-    return tile.to(tl.float32) if UPCAST else tile
+    return tile
 
 
 @triton.jit
 def _attend(q, k, v, out, lse, q_strides, k_strides, v_strides, batches, heads, kv_heads, q_len, kv_len, chunk, scale,
             group_slots, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-            PACK: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr):
+            PACK: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr):
     """One tile of queries of one head (PACK > 1: all queries of the PACK heads that share K and V) times chunk keys."""
     tiles_m = tl.cdiv(PACK * q_len, BLOCK_M)
     slots = heads // PACK
@@ -63,9 +63,6 @@ def _attend(q, k, v, out, lse, q_strides, k_strides, v_strides, batches, heads, 
     inside = (row < PACK * q_len)[:, None] & (d < HEAD_DIM)[None, :]
     q_row = batch.to(tl.int64) * q_strides[0] + head * q_strides[1] + query.to(tl.int64) * q_strides[2]
     q_tile = tl.load(q + q_row[:, None] + d.to(tl.int64)[None, :] * q_strides[3], mask=inside, other=0.0)
-    dtype = q_tile.dtype
-    if UPCAST:
-        q_tile = q_tile.to(tl.float32)
 
     start = tl.program_id(1) * chunk
     end = min(start + chunk, kv_len)
@@ -81,7 +78,7 @@ def _attend(q, k, v, out, lse, q_strides, k_strides, v_strides, batches, heads, 
     peak = tl.full((BLOCK_M,), -3.0e38, dtype=tl.float32)  # finite: -inf - -inf would be NaN in a row without keys
     for MASK in tl.static_range(2):
         for n in tl.range(unmasked if MASK else start, end if MASK else unmasked, BLOCK_N):
-            k_tile = _load(k, k_strides, batch, kv_head, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, TMA, MASK, UPCAST)
+            k_tile = _load(k, k_strides, batch, kv_head, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, TMA, MASK)
             s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
             if MASK:
                 key = n + tl.arange(0, BLOCK_N)[None, :]
@@ -94,8 +91,8 @@ def _attend(q, k, v, out, lse, q_strides, k_strides, v_strides, batches, heads, 
             decay = tl.exp2(peak - new_peak)
             total = total * decay + tl.sum(p, 1)
             peak = new_peak
-            v_tile = _load(v, v_strides, batch, kv_head, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, TMA, MASK, UPCAST)
-            acc = tl.dot(p.to(dtype).to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
+            v_tile = _load(v, v_strides, batch, kv_head, n, kv_len, BLOCK_N, HEAD_DIM, BLOCK_D, TMA, MASK)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
 
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     out_row = (batch.to(tl.int64) * heads + head) * q_len + query
@@ -131,7 +128,7 @@ def _blocks(q, rows, block_d):
     """(BLOCK_M, BLOCK_N, num_warps, num_stages, SM count): CONFIG's, shrunk until the tiles fit in shared memory."""
     props = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
     sms, shared = (props.multi_processor_count, props.shared_memory_per_block_optin) if props else (8, 227 * 1024)
-    if q.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
+    if q.dtype == torch.float32 or (props and props.major < 8):  # on the FMA units: all must fit in registers
         return 32, 32 if block_d <= 64 else 16, 4 if block_d <= 128 else 8, 2 if block_d <= 128 else 1, sms
     kind = "DECODE_" if rows <= 64 else ""
     n, warps, stages = (CONFIG[kind + key] for key in ("BLOCK_N", "num_warps", "num_stages"))
@@ -147,6 +144,8 @@ def kernel_fn(Q, K, V, causal=True, sm_scale=None):
     if K.shape != V.shape or K.shape != (batches, kv_heads, kv_len, head_dim) or not kv_heads or heads % kv_heads:
         got = ", ".join(str(tuple(t.shape)) for t in (Q, K, V))
         raise ValueError(f"flash_attention: Q, K, V {got}: K and V are alike and their heads divide Q's")
+    if Q.dtype == torch.bfloat16 and not Q.is_cuda:  # Triton's interpreter multiplies bf16 as integers and truncates it
+        return kernel_fn(Q.float(), K.float(), V.float(), causal, sm_scale).to(Q.dtype)
     out = torch.empty(Q.shape, device=Q.device, dtype=Q.dtype)
     if out.numel() == 0 or kv_len == 0:
         return out.zero_()
@@ -172,7 +171,7 @@ def kernel_fn(Q, K, V, causal=True, sm_scale=None):
         Q, k_desc if tma else K, v_desc if tma else V, parts, lse, Q.stride(), K.stride(), V.stride(),
         batches, heads, kv_heads, q_len, kv_len, chunk, max(scale, 1e-30), group_slots,
         BLOCK_M=block_m, BLOCK_N=block_n, HEAD_DIM=head_dim, BLOCK_D=block_d, PACK=pack, CAUSAL=causal, TMA=tma,
-        SPLIT=splits > 1, UPCAST=Q.dtype == torch.bfloat16 and not Q.is_cuda, num_warps=warps, num_stages=stages,
+        SPLIT=splits > 1, num_warps=warps, num_stages=stages,
     )
     if splits > 1:
         _merge[(rows,)](parts, lse, out, rows, splits, triton.next_power_of_2(splits), head_dim, block_d, num_warps=4)
