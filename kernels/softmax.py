@@ -17,7 +17,7 @@ BACKEND = "triton"
 LOG2E = tl.constexpr(1.4426950408889634)    # exp(x) as exp2(x * LOG2E): tl.exp takes three instructions more
 
 CONFIG = {
-    "TILE": 4096,                # elements one program holds when several narrow rows share it
+    "TILE": 1024,                # elements one program holds when several narrow rows share it
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 1024,            # rows share a program only beyond this many programs
     "MAX_BLOCK": 16384,          # widest row kept whole in registers
@@ -25,7 +25,8 @@ CONFIG = {
     "WIDE_BLOCK": 8192,          # elements per step of the rest,
     "WIDE_WARPS": 16,
     "WIDE_STAGES": 1,            # steps in flight ahead of the arithmetic (more than 1 bypasses L1)
-    "COLUMN_BLOCK": 64,          # columns per program where dim is not the contiguous one
+    "COLUMN_BLOCK": 32,          # columns per program where dim is not the contiguous one,
+    "COLUMN_TILE": 8192,         # elements per step of it
 }
 
 
@@ -178,7 +179,7 @@ def _launch_rows(x, out, n, outer, inner):
 
 def _launch_columns(x, out, n, dim, outer, inner):
     block_c = min(CONFIG["COLUMN_BLOCK"], triton.next_power_of_2(inner[0]))
-    block_n = max(1, min(CONFIG["TILE"] // block_c, triton.next_power_of_2(n)))
+    block_n = max(1, min(CONFIG["COLUMN_TILE"] // block_c, triton.next_power_of_2(n)))
     _columns_kernel[(outer[0] * triton.cdiv(inner[0], block_c),)](
         x, out, n, inner[0], x.stride(dim), out.stride(dim), outer[1], inner[1], outer[2], inner[2],
         BLOCK_N=block_n, BLOCK_C=block_c, num_warps=4)
