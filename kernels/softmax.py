@@ -21,10 +21,11 @@ CONFIG = {
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 1024,            # rows share a program only beyond this many programs
     "MAX_BLOCK": 16384,          # widest row kept whole in registers
-    "WIDE_HOLD": 16384,          # of a wider row: elements kept in registers,
-    "WIDE_BLOCK": 8192,          # elements per step of the rest,
+    "WIDE_TILE": 4096,           # of a wider row: elements a program handles at once,
+    "WIDE_HELD": 6,              # tiles kept in registers, as they were read,
+    "WIDE_DEPTH": 1,             # loads of other tiles in flight ahead of the arithmetic
     "WIDE_WARPS": 16,
-    "WIDE_STAGES": 1,            # steps in flight ahead of the arithmetic (more than 1 bypasses L1)
+    "WIDE_REGISTERS": 64,        # per thread: 64 lets two programs of 16 warps run on an SM
     "COLUMN_BLOCK": 32,          # columns per program where dim is not the contiguous one,
     "COLUMN_TILE": 8192,         # elements per step of it
 }
@@ -32,8 +33,7 @@ CONFIG = {
 
 @triton.jit
 def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, out_inner,
-                 ROWS: tl.constexpr, HOLD: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr,
-                 EDGES: tl.constexpr, STREAM: tl.constexpr, STAGES: tl.constexpr):
+                 ROWS: tl.constexpr, HOLD: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr, EDGES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
     x_row = row // inner * x_outer + row % inner * x_inner
@@ -49,54 +49,107 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, ou
 
     hold_cell = tl.arange(0, HOLD)[None, :, None] * VEC + e
     hold_mask = (tl.arange(0, HOLD)[None, :] < vectors)[:, :, None]
-    raw = tl.load(x_body + hold_cell, mask=hold_mask, other=float("-inf"))
+    held = tl.load(x_body + hold_cell, mask=hold_mask, other=float("-inf")).to(tl.float32)
     if EDGES:
         at = tl.arange(0, 2 * VEC)[None, :]
         column = tl.where(at < VEC, at, head[:, None] + vectors * VEC + at - VEC)
         edge_mask = live[:, None] & (column < tl.where(at < VEC, head[:, None], n))
         edge = tl.load(x_ptr + x_row[:, None] + column, mask=edge_mask, other=float("-inf")).to(tl.float32)
-    if STREAM:
-        # Each lane keeps its own maximum and sum: no exchange between threads until the row ends, and one rescaling
-        # exponential per vector, not per element (the exponential unit is the second limit here).
-        lane = HOLD + tl.arange(0, LANES)[None, :]
-        cell = (HOLD + tl.arange(0, LANES))[None, :, None] * VEC + e
-        lane_high = tl.full([ROWS, LANES], -3.4e38, tl.float32)
-        lane_total = tl.zeros([ROWS, LANES], tl.float32)
-        steps = tl.cdiv(n // VEC - HOLD, LANES)
-        for step in tl.range(0, steps, num_stages=STAGES):
-            mask = (lane + step * LANES < vectors)[:, :, None]
-            x = tl.load(x_body + cell + step * (LANES * VEC), mask=mask, other=float("-inf")).to(tl.float32)
-            new_high = tl.maximum(lane_high, tl.max(x, 2))
-            lane_total *= tl.exp2((lane_high - new_high) * LOG2E)
-            lane_total += tl.sum(tl.exp2((x - new_high[:, :, None]) * LOG2E), 2)
-            lane_high = new_high
-
-    held = raw.to(tl.float32)
     high = tl.max(tl.max(held, 2), 1)
     if EDGES:
         high = tl.maximum(high, tl.max(edge, 1))
-    if STREAM:
-        high = tl.maximum(high, tl.max(lane_high, 1))
     power = tl.exp2((held - high[:, None, None]) * LOG2E)
     total = tl.sum(tl.sum(power, 2), 1)
     if EDGES:
         edge_power = tl.exp2((edge - high[:, None]) * LOG2E)
         total += tl.sum(edge_power, 1)
-    if STREAM:
-        total += tl.sum(lane_total * tl.exp2((lane_high - high[:, None]) * LOG2E), 1)
     scale = 1.0 / total
 
     tl.store(out_body + hold_cell, (power * scale[:, None, None]).to(out_ptr.dtype.element_ty), mask=hold_mask)
     if EDGES:
         edge_power *= scale[:, None]
         tl.store(out_ptr + out_row[:, None] + column, edge_power.to(out_ptr.dtype.element_ty), mask=edge_mask)
-    if STREAM:
-        for back in tl.range(0, steps, num_stages=STAGES):
-            step = steps - 1 - back
-            mask = (lane + step * LANES < vectors)[:, :, None]
-            x = tl.load(x_body + cell + step * (LANES * VEC), mask=mask, eviction_policy="evict_first").to(tl.float32)
-            y = (tl.exp2((x - high[:, None, None]) * LOG2E) * scale[:, None, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_body + cell + step * (LANES * VEC), y, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _tile(ptrs, at, low, high, LANES: tl.constexpr, VEC: tl.constexpr):
+    """Tile number at of a row: LANES vectors, those from low to high."""
+    lane = at * LANES + tl.arange(0, LANES)[:, None]
+    return tl.load(ptrs + at * (LANES * VEC), mask=(lane >= low) & (lane < high), other=float("-inf"))
+
+
+@triton.jit
+def _online(raw, high, total):
+    """Each lane's maximum and sum with one vector more: one rescaling exponential per vector, not per element."""
+    x = raw.to(tl.float32)
+    new_high = tl.maximum(high, tl.max(x, 1))
+    total = total * tl.exp2((high - new_high) * LOG2E) + tl.sum(tl.exp2((x - new_high[:, None]) * LOG2E), 1)
+    return new_high, total
+
+
+@triton.jit
+def _store(ptrs, raw, at, top, scale, vectors, LANES: tl.constexpr, VEC: tl.constexpr):
+    # (scale < 0) is a zero that the compiler cannot see: else it keeps the float32 values of the first pass, which do
+    # not fit in the registers, not the packed ones.
+    bits = raw.to(tl.int32 if raw.dtype == tl.float32 else tl.int16, bitcast=True)
+    raw = (bits ^ (scale < 0).to(bits.dtype)).to(raw.dtype, bitcast=True)
+    y = tl.exp2((raw.to(tl.float32) - top) * LOG2E) * scale
+    mask = at * LANES + tl.arange(0, LANES)[:, None] < vectors
+    tl.store(ptrs + at * (LANES * VEC), y.to(ptrs.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _wide_kernel(x_ptr, out_ptr, n, inner, x_outer, x_inner, out_outer, out_inner, HELD: tl.constexpr,
+                 DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr,
+                 EDGES: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x_row = row // inner * x_outer + row % inner * x_inner
+    out_row = row // inner * out_outer + row % inner * out_inner
+    body = (x_row + ALIGN - 1) // ALIGN * ALIGN             # body and edges: as in _rows_kernel
+    head = tl.minimum(body - x_row, n).to(tl.int32)
+    vectors = (n - head) // VEC
+    cell = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+    x_ptrs = x_ptr + body + cell
+    out_ptrs = out_ptr + (out_row + ALIGN - 1) // ALIGN * ALIGN + cell
+    tiles = tl.maximum(tl.cdiv(vectors, LANES), HELD)
+
+    held, ahead = (), ()
+    for i in tl.static_range(HELD + DEPTH):                 # all in flight before the first is used
+        if i < HELD:
+            held += (_tile(x_ptrs, i, 0, vectors, LANES, VEC),)
+        else:
+            ahead += (_tile(x_ptrs, i, 0, vectors, LANES, VEC),)
+    high = tl.full([LANES], -3.4e38, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    for i in tl.static_range(HELD):
+        high, total = _online(held[i], high, total)
+    for tile in range(HELD, tiles):
+        ahead += (_tile(x_ptrs, tile + DEPTH, 0, vectors, LANES, VEC),)
+        high, total = _online(ahead[0], high, total)
+        ahead = ahead[1:]
+    ahead = ()
+    for i in tl.static_range(DEPTH):
+        ahead += (_tile(x_ptrs, tiles - 1 - i, HELD * LANES, vectors, LANES, VEC),)
+
+    top = tl.max(high, 0)
+    if EDGES:
+        at = tl.arange(0, 2 * VEC)
+        column = tl.where(at < VEC, at, head + vectors * VEC + at - VEC)
+        edge_mask = column < tl.where(at < VEC, head, n)
+        edge = tl.load(x_ptr + x_row + column, mask=edge_mask, other=float("-inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(edge, 0))
+    norm = tl.sum(total * tl.exp2((high - top) * LOG2E), 0)
+    if EDGES:
+        power = tl.exp2((edge - top) * LOG2E)
+        norm += tl.sum(power, 0)
+        tl.store(out_ptr + out_row + column, (power / norm).to(out_ptr.dtype.element_ty), mask=edge_mask)
+    scale = 1.0 / norm
+    for back in range(1, tiles - HELD + 1):                 # backwards: what was read last is still in the caches
+        ahead += (_tile(x_ptrs, tiles - back - DEPTH, HELD * LANES, vectors, LANES, VEC),)
+        _store(out_ptrs, ahead[0], tiles - back, top, scale, vectors, LANES, VEC)
+        ahead = ahead[1:]
+    for i in tl.static_range(HELD):
+        _store(out_ptrs, held[i], i, top, scale, vectors, LANES, VEC)
 
 
 @triton.jit
@@ -163,18 +216,21 @@ def _launch_rows(x, out, n, outer, inner):
     rows = outer[0] * inner[0]
     aligned = x.data_ptr() % 16 == 0 and (outer[1] - outer[2]) % vec == 0 and (inner[1] - inner[2]) % vec == 0
     edges = n % vec != 0 or aligned and (outer[2] % vec != 0 or inner[2] % vec != 0)
-    stream = n > CONFIG["MAX_BLOCK"]
-    if stream:
-        hold, lanes, share, warps = CONFIG["WIDE_HOLD"] // vec, CONFIG["WIDE_BLOCK"] // vec, 1, CONFIG["WIDE_WARPS"]
-    else:
-        hold, lanes = triton.next_power_of_2(max(n // vec, 1)), 1
-        # Rows share a program only when there are more rows than it takes to fill the GPU.
-        share = max(1, min(CONFIG["TILE"] // (hold * vec), rows // CONFIG["PROGRAMS"]))
-        share = 1 << (share.bit_length() - 1)
-        warps = min(max(share * hold * vec // (32 * CONFIG["ELEMENTS_PER_THREAD"]), 1), 32)
+    if n > CONFIG["MAX_BLOCK"]:
+        tile = CONFIG["WIDE_TILE"] * 2 // x.element_size()
+        _wide_kernel[(rows,)](
+            x, out, n, inner[0], outer[1], inner[1], outer[2], inner[2], HELD=CONFIG["WIDE_HELD"], LANES=tile // vec,
+            VEC=vec, ALIGN=vec if aligned else 1, EDGES=edges, DEPTH=CONFIG["WIDE_DEPTH"], num_warps=CONFIG["WIDE_WARPS"],
+            maxnreg=CONFIG["WIDE_REGISTERS"])
+        return
+    hold = triton.next_power_of_2(max(n // vec, 1))
+    # Rows share a program only when there are more rows than it takes to fill the GPU.
+    share = max(1, min(CONFIG["TILE"] // (hold * vec), rows // CONFIG["PROGRAMS"]))
+    share = 1 << (share.bit_length() - 1)
+    warps = min(max(share * hold * vec // (32 * CONFIG["ELEMENTS_PER_THREAD"]), 1), 32)
     _rows_kernel[(triton.cdiv(rows, share),)](
-        x, out, rows, n, inner[0], outer[1], inner[1], outer[2], inner[2], ROWS=share, HOLD=hold, LANES=lanes, VEC=vec,
-        ALIGN=vec if aligned else 1, EDGES=edges, STREAM=stream, STAGES=CONFIG["WIDE_STAGES"], num_warps=warps)
+        x, out, rows, n, inner[0], outer[1], inner[1], outer[2], inner[2], ROWS=share, HOLD=hold, VEC=vec,
+        ALIGN=vec if aligned else 1, EDGES=edges, num_warps=warps)
 
 
 def _launch_columns(x, out, n, dim, outer, inner):
