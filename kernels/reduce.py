@@ -17,7 +17,7 @@ BACKEND = "triton"
 
 CONFIG = {
     "BLOCK": 8192,         # elements per step of a row program
-    "WARPS": 4,
+    "WARPS": 8,
     "STAGES": 1,           # loads in flight ahead of the arithmetic
     "PROGRAMS": 1024,      # fewer programs than this: rows or columns are split; more: narrow rows share a program
     "COLUMN_BLOCK": 128,   # neighbouring columns per program

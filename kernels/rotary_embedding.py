@@ -17,10 +17,10 @@ KERNEL_TYPE = "rotary_embedding"
 BACKEND = "triton"
 
 CONFIG = {
-    "TILE": 4096,        # elements of x a program turns at once
+    "TILE": 2048,        # elements of x a program turns at once
     "HEADS": 4,          # heads a program takes in turn
     "WARPS": 4,
-    "STAGES": 1,         # tiles in flight ahead of the arithmetic
+    "STAGES": 2,         # tiles in flight ahead of the arithmetic
 }
 
 
