@@ -47,7 +47,7 @@ def _rows_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, n, inner, outer_str
             x = tl.where(column < n, x - (tl.sum(x, 1) / n)[:, None], 0.0)
         x *= tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]
         y = _affine(x, weight_ptr, bias_ptr, column, column < n, BIAS)
-        tl.store(out_ptr + row * n + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * n + column, y, mask=mask)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _wide_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, n, inner, outer_stride, i
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
         y = _affine((x - mean - rest) * scale, weight_ptr, bias_ptr, column, column < n, BIAS)
-        tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=column < n)
+        tl.store(out_ptr + column, y, mask=column < n)
 
 
 def _row_strides(x):

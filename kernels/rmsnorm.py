@@ -40,7 +40,7 @@ def _rows_kernel(x_ptr, weight_ptr, out_ptr, rows, n, inner, outer_stride, inner
         if not HOIST:
             weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
         y = x * scale[:, None] * weight
-        tl.store(out_ptr + row * n + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + row * n + column, y, mask=mask)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _wide_kernel(x_ptr, weight_ptr, out_ptr, n, inner, outer_stride, inner_strid
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
         weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-        tl.store(out_ptr + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=column < n)
+        tl.store(out_ptr + column, x * scale * weight, mask=column < n)
 
 
 def _row_strides(x):

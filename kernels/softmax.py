@@ -45,9 +45,9 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, ou
     x_body = x_ptr + body[:, None, None]
     out_body = out_ptr + ((out_row + ALIGN - 1) // ALIGN * ALIGN)[:, None, None]
     e = tl.arange(0, VEC)[None, None, :]
-
-    hold_cell = tl.arange(0, HOLD)[None, :, None] * VEC + e
-    hold_mask = (tl.arange(0, HOLD)[None, :] < vectors)[:, :, None]
+    hold = tl.arange(0, HOLD)[None, :]
+    hold_cell = hold[:, :, None] * VEC + e
+    hold_mask = (hold < vectors)[:, :, None]
     raw = tl.load(x_body + hold_cell, mask=hold_mask, other=float("-inf"))
     if EDGES:
         at = tl.arange(0, 2 * VEC)[None, :]
@@ -58,7 +58,7 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, ou
         # Each lane keeps its own maximum and sum: no exchange between threads until the row ends, and one rescaling
         # exponential per vector, not per element (the exponential unit is the second limit here).
         lane = HOLD + tl.arange(0, LANES)[None, :]
-        cell = (HOLD + tl.arange(0, LANES))[None, :, None] * VEC + e
+        cell = lane[:, :, None] * VEC + e
         lane_high = tl.full([ROWS, LANES], -3.4e38, tl.float32)
         lane_total = tl.zeros([ROWS, LANES], tl.float32)
         steps = tl.cdiv(n // VEC - HOLD, LANES)
@@ -84,17 +84,15 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, ou
     if STREAM:
         total += tl.sum(lane_total * tl.exp2((lane_high - high[:, None]) * LOG2E), 1)
     scale = 1.0 / total
-
-    tl.store(out_body + hold_cell, (power * scale[:, None, None]).to(out_ptr.dtype.element_ty), mask=hold_mask)
+    tl.store(out_body + hold_cell, power * scale[:, None, None], mask=hold_mask)
     if EDGES:
-        edge_power *= scale[:, None]
-        tl.store(out_ptr + out_row[:, None] + column, edge_power.to(out_ptr.dtype.element_ty), mask=edge_mask)
+        tl.store(out_ptr + out_row[:, None] + column, edge_power * scale[:, None], mask=edge_mask)
     if STREAM:
         for back in tl.range(0, steps, num_stages=STAGES):
             step = steps - 1 - back
             mask = (lane + step * LANES < vectors)[:, :, None]
             x = tl.load(x_body + cell + step * (LANES * VEC), mask=mask, eviction_policy="evict_first").to(tl.float32)
-            y = (tl.exp2((x - high[:, None, None]) * LOG2E) * scale[:, None, None]).to(out_ptr.dtype.element_ty)
+            y = tl.exp2((x - high[:, None, None]) * LOG2E) * scale[:, None, None]
             tl.store(out_body + cell + step * (LANES * VEC), y, mask=mask, eviction_policy="evict_first")
 
 
@@ -120,19 +118,18 @@ def _columns_kernel(x_ptr, out_ptr, n, inner, x_n, out_n, x_outer, x_inner, out_
         mask = (k + start < n) & (column < inner)
         x = tl.load(x_ptrs + (k + start) * x_n, mask=mask, other=0.0).to(tl.float32)
         y = tl.exp2((x - high[None, :]) * LOG2E) * scale[None, :]
-        tl.store(out_ptrs + (k + start) * out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptrs + (k + start) * out_n, y, mask=mask)
 
 
 def _groups(x, out, dim):
     """The dimensions other than dim, merged where the strides allow: a list of (size, stride in x, stride in out)."""
     groups = []
     for d in range(x.dim()):
-        if d == dim or x.shape[d] == 1:
-            continue
         size, sx, so = x.shape[d], x.stride(d), out.stride(d)
-        if groups and groups[-1][1] == size * sx and groups[-1][2] == size * so:
-            size *= groups.pop()[0]
-        groups.append((size, sx, so))
+        if d != dim and size > 1:
+            if groups and groups[-1][1] == size * sx and groups[-1][2] == size * so:
+                size *= groups.pop()[0]
+            groups.append((size, sx, so))
     return [(1, 0, 0)] * (2 - len(groups)) + groups
 
 
@@ -150,7 +147,7 @@ def kernel_fn(x, dim=-1):
         if len(groups) > 2:
             x = x.contiguous()
             groups = _groups(x, out, dim)
-    if last and (n == 1 or x.stride(-1) == 1):
+    if last and (n == 1 or x.stride(dim) == 1):
         _launch_rows(x, out, n, *groups)
     else:
         _launch_columns(x, out, n, dim, *sorted(groups, key=lambda g: (g[0] > 1, -g[1])))
@@ -158,8 +155,7 @@ def kernel_fn(x, dim=-1):
 
 
 def _launch_rows(x, out, n, outer, inner):
-    vec = 16 // x.element_size()
-    rows = outer[0] * inner[0]
+    rows, vec = outer[0] * inner[0], 16 // x.element_size()
     aligned = x.data_ptr() % 16 == 0 and (outer[1] - outer[2]) % vec == 0 and (inner[1] - inner[2]) % vec == 0
     edges = n % vec != 0 or aligned and (outer[2] % vec != 0 or inner[2] % vec != 0)
     stream = n > CONFIG["MAX_BLOCK"]
