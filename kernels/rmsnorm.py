@@ -60,7 +60,7 @@ def _wide_kernel(x_ptr, weight_ptr, out_ptr, n, inner, outer_stride, inner_strid
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
         weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-        tl.store(out_ptr + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=column < n)
+        tl.store(out_ptr + column, x * scale * weight, mask=column < n)
 
 
 def _row_strides(x):

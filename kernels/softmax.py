@@ -166,19 +166,18 @@ def _columns_kernel(x_ptr, out_ptr, n, inner, x_n, out_n, x_outer, x_inner, out_
         mask = (k + start < n) & (column < inner)
         x = tl.load(x_ptrs + (k + start) * x_n, mask=mask, other=0.0).to(tl.float32)
         y = tl.exp2((x - high[None, :]) * LOG2E) * scale[None, :]
-        tl.store(out_ptrs + (k + start) * out_n, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptrs + (k + start) * out_n, y, mask=mask)
 
 
 def _groups(x, out, dim):
     """The dimensions other than dim, merged where the strides allow: a list of (size, stride in x, stride in out)."""
     groups = []
     for d in range(x.dim()):
-        if d == dim or x.shape[d] == 1:
-            continue
         size, sx, so = x.shape[d], x.stride(d), out.stride(d)
-        if groups and groups[-1][1] == size * sx and groups[-1][2] == size * so:
-            size *= groups.pop()[0]
-        groups.append((size, sx, so))
+        if d != dim and size > 1:
+            if groups and groups[-1][1] == size * sx and groups[-1][2] == size * so:
+                size *= groups.pop()[0]
+            groups.append((size, sx, so))
     return [(1, 0, 0)] * (2 - len(groups)) + groups
 
 
@@ -196,7 +195,7 @@ def kernel_fn(x, dim=-1):
         if len(groups) > 2:
             x = x.contiguous()
             groups = _groups(x, out, dim)
-    if last and (n == 1 or x.stride(-1) == 1):
+    if last and (n == 1 or x.stride(dim) == 1):
         _launch_rows(x, out, n, *groups)
     else:
         _launch_columns(x, out, n, dim, *sorted(groups, key=lambda g: (g[0] > 1, -g[1])))
@@ -204,8 +203,7 @@ def kernel_fn(x, dim=-1):
 
 
 def _launch_rows(x, out, n, outer, inner):
-    vec = 16 // x.element_size()
-    rows = outer[0] * inner[0]
+    rows, vec = outer[0] * inner[0], 16 // x.element_size()
     aligned = x.data_ptr() % 16 == 0 and (outer[1] - outer[2]) % vec == 0 and (inner[1] - inner[2]) % vec == 0
     edges = n % vec != 0 or aligned and (outer[2] % vec != 0 or inner[2] % vec != 0)
     if n > CONFIG["MAX_BLOCK"]:
