@@ -72,9 +72,10 @@ DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 DEFAULT_ARCH = "sm_90a"  # the target where no GPU is present: compiled to be checked, not run
 COMPILE_TIMEOUT_S = 300
 # The static runtime works beside whatever version torch brought: both use the device's primary context.
+# Without -fno-gnu-unique, a static variable in a template is shared by all sources that one process loads.
 FLAGS = (
     "-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-cudart", "static",
-    "-shared", "-Xcompiler", "-fPIC", "-Xlinker", "--no-undefined",
+    "-shared", "-Xcompiler", "-fPIC,-fno-gnu-unique", "-Xlinker", "--no-undefined",
 )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def emulate(starter, folder: Path, **config):
             "-std=c++17",
             "-shared",
             "-Xcompiler",
-            "-fPIC,-w",
+            "-fPIC,-w,-fno-gnu-unique",
             f"-I{HERE}",
             *definitions,
             "kernel.cpp",
