@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -329,7 +330,7 @@ def bind(launcher: Launcher, handle: ctypes.CDLL, host_tensors: bool = False) ->
 """
     call = handle[f"ak_call_{launcher.name}"]
     call.argtypes = [ctypes.c_char_p]
-    scope = {
+    scope: dict[str, Any] = {
         "ak_torch": torch,
         "ak_call": call,
         "ak_pack": struct.Struct("Pi" + "".join(p.code for p in launcher.arguments)).pack,  # native: as C lays it out

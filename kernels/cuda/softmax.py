@@ -290,7 +290,7 @@ template <typename T>
 int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
     const int warps = n < COL_WARPS ? n : COL_WARPS;
     int cluster = 1;
-    while (cluster < CLUSTER_LIMIT && n >= 16 * cluster * warps) cluster *= 2;
+    while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
     return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, stream,
                   x, out, n, inner, cluster);
 }
