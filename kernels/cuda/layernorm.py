@@ -48,8 +48,8 @@ template <typename V> __device__ V fresh(V v) {
 }
 
 // The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
-// after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter of
-// the registers. KEEP == 0: nothing is kept, each visit loads.
+// after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter
+// of the registers. KEEP == 0: nothing is kept, each visit loads.
 template <typename T, int KEEP, bool ALIGNED> struct Row {
     using Index = std::conditional_t<KEEP == 0, long long, int>;
     const T* x;
@@ -126,7 +126,7 @@ __device__ unsigned block_rank() { return 0; }
 template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 #endif
 
-// ---- arithmetic: count, mean and squared deviations from the mean, merged exactly (Chan, Golub, LeVeque 1983) --------
+// ---- arithmetic: count, mean and squared deviations from the mean, and their merge (Chan, Golub, LeVeque 1983) -----
 
 struct Moments {
     float n, mean, m2;
@@ -169,7 +169,7 @@ __device__ Moments row_reduce(Moments a, int cluster) {
 
 // The median of three values: no lone outlier.
 template <typename T> __device__ float typical(const T* row, long long n_cols) {
-    const float a = static_cast<float>(row[0]), b = static_cast<float>(row[n_cols / 2]), c = static_cast<float>(row[n_cols - 1]);
+    const float a = row[0], b = row[n_cols / 2], c = row[n_cols - 1];
     return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
 }
 
@@ -240,7 +240,7 @@ int layernorm(const T* x, const T* weight, const T* bias, T* out, long long n_ro
     while (threads < 32 && threads * VECS < vectors) threads *= 2;
     while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
+    const int rows = threads <= 32 ? min(NARROW_THREADS, MAX_THREADS) / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
     auto kernel = layernorm_rows<T, 0, false>;
     if (vectors <= capacity) kernel = aligned ? layernorm_rows<T, VECS, true> : layernorm_rows<T, VECS, false>;

@@ -46,8 +46,8 @@ template <typename V> __device__ V fresh(V v) {
 }
 
 // The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
-// after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter of
-// the registers. KEEP == 0: nothing is kept, each visit loads.
+// after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter
+// of the registers. KEEP == 0: nothing is kept, each visit loads.
 template <typename T, int KEEP, bool ALIGNED> struct Row {
     using Index = std::conditional_t<KEEP == 0, long long, int>;
     const T* x;
@@ -209,7 +209,7 @@ int rmsnorm(const T* x, const T* weight, T* out, long long n_rows, long long n_c
     while (threads < 32 && threads * VECS < vectors) threads *= 2;
     while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
+    const int rows = threads <= 32 ? min(NARROW_THREADS, MAX_THREADS) / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
     auto kernel = rmsnorm_rows<T, 0, false>;
     if (vectors <= capacity) kernel = aligned ? rmsnorm_rows<T, VECS, true> : rmsnorm_rows<T, VECS, false>;
