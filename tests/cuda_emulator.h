@@ -129,6 +129,8 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(P...), A... 
 }  // namespace emu
 
 #define cudaLaunchKernelEx emu::launch
+#define cudaFuncSetAttribute(...) cudaSuccess
+#define cudaDeviceGetAttribute(value, ...) (*(value) = 227 << 10)
 
 inline void __syncthreads() { emu::pass(emu::block.gate, int(emu::block.fibers.size())); }
 inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }
