@@ -9,6 +9,7 @@ import torch
 KERNEL_TYPE = "softmax"
 BACKEND = "triton"
 EXPECT = "FAIL|CRASH"
+VIA = "bench"
 
 
 def slow_down():
