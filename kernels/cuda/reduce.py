@@ -150,7 +150,7 @@ int rows(const T* x, T* out, float* partial, long long n_rows, long long n, long
     const bool aligned = n % LANES<T> == 0 && row_stride % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
     int threads = aligned ? 4 : 16;                 // 16: one thread for each element outside the 16-byte boundaries
     while (threads < THREADS && threads * BATCH < n / LANES<T>) threads *= 2;
-    const int down = threads <= 32 ? NARROW_THREADS / threads : 1;
+    const int down = threads <= 32 ? min(NARROW_THREADS, THREADS) / threads : 1;
     const long long blocks = (n_rows + down - 1) / down;
     const long long size = part_size(n, blocks, 16LL * THREADS * LANES<T>), parts = (n + size - 1) / size;
     const dim3 block(threads, down);
