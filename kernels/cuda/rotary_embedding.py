@@ -43,7 +43,8 @@ template <typename T, int N> __device__ void fresh(Vec<T, N>& v) {
 }
 
 // Pair i of the N pairs in two vectors: neighbours within one (interleaved), or one of each (rotate-half).
-template <int N, bool INTERLEAVED, typename T> __device__ T& member(Vec<T, N>& low, Vec<T, N>& high, int i, int which) {
+template <int N, bool INTERLEAVED, typename T>
+__device__ T& member(Vec<T, N>& low, Vec<T, N>& high, int i, int which) {
     const int at = INTERLEAVED ? 2 * i + which : i + which * N;
     return at < N ? low.x[at] : high.x[at - N];
 }
