@@ -58,8 +58,8 @@ template <int N, bool INTERLEAVED, typename T> __device__ Vec<T, N> angles(const
     }
 }
 
-// (a, b) -> (a cos - b sin, b cos + a sin). x is (batch, heads, seq, 2 * half) with strides; out is contiguous. A thread
-// takes one vector of either half of a position, whatever the pairing: neighbouring threads, neighbouring vectors.
+// (a, b) -> (a cos - b sin, b cos + a sin). x is (batch, heads, seq, 2 * half) with strides; out is contiguous.
+// A thread takes one vector of either half of a position, whatever the pairing, so that a warp's vectors adjoin.
 template <typename T, int N, bool INTERLEAVED> __global__ void __launch_bounds__(THREADS)
 rotate(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__ sin, T* __restrict__ out, int heads,
        int groups, long long seq, int half, long long batch_stride, long long head_stride, long long seq_stride) {
