@@ -39,14 +39,6 @@ template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
     return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
-// registers.
-template <typename V> __device__ V fresh(V v) {
-    uint4& raw = reinterpret_cast<uint4&>(v);
-    asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
-    return v;
-}
-
 // The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
 // after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter
 // of the registers. KEEP == 0: nothing is kept, each visit loads.
@@ -76,7 +68,7 @@ template <typename T, int KEEP, bool ALIGNED> struct Row {
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
-                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
+                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
         } else {
             #pragma unroll 1
             for (Index v = me; v < n_vectors; v += threads)
@@ -92,10 +84,10 @@ template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const f
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
     if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
-    } else {                                        // x is a view whose rows are aligned differently from out's
-        #pragma unroll
-        for (int i = 0; i < N; i++) out[i] = packed.x[i];
+        return;
     }
+    #pragma unroll                                  // x is a view whose rows are aligned differently from out's
+    for (int i = 0; i < N; i++) out[i] = packed.x[i];
 }
 
 // N consecutive elements of a parameter vector; every row reads them, so they stay in L1.

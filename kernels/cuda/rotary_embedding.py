@@ -43,7 +43,8 @@ template <typename T, int N> __device__ void fresh(Vec<T, N>& v) {
 }
 
 // Pair i of the N pairs in two vectors: neighbours within one (interleaved), or one of each (rotate-half).
-template <int N, bool INTERLEAVED, typename T> __device__ T& member(Vec<T, N>& low, Vec<T, N>& high, int i, int which) {
+template <int N, bool INTERLEAVED, typename T>
+__device__ T& member(Vec<T, N>& low, Vec<T, N>& high, int i, int which) {
     const int at = INTERLEAVED ? 2 * i + which : i + which * N;
     return at < N ? low.x[at] : high.x[at - N];
 }
@@ -57,8 +58,8 @@ template <int N, bool INTERLEAVED, typename T> __device__ Vec<T, N> angles(const
     }
 }
 
-// (a, b) -> (a cos - b sin, b cos + a sin). x is (batch, heads, seq, 2 * half) with strides; out is contiguous. A thread
-// takes one vector of either half of a position, whatever the pairing: neighbouring threads, neighbouring vectors.
+// (a, b) -> (a cos - b sin, b cos + a sin). x is (batch, heads, seq, 2 * half) with strides; out is contiguous.
+// A thread takes one vector of either half of a position, whatever the pairing, so that a warp's vectors adjoin.
 template <typename T, int N, bool INTERLEAVED> __global__ void __launch_bounds__(THREADS)
 rotate(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__ sin, T* __restrict__ out, int heads,
        int groups, long long seq, int half, long long batch_stride, long long head_stride, long long seq_stride) {
