@@ -30,7 +30,7 @@ template <typename T, int N> __device__ Vec<T, N> load(const T* p) { return *rei
 // Evict-first, in L1 and L2: x is read once, and the tables and what was written keep their place.
 template <typename T, int N> __device__ Vec<T, N> load_once(const T* p) {
     if constexpr (N * sizeof(T) < 16) return load<T, N>(p);
-    const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
     return reinterpret_cast<const Vec<T, N>&>(raw);
 }
 

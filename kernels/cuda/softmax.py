@@ -40,7 +40,7 @@ template <typename T> constexpr int LANES = 16 / sizeof(T);                  // 
 
 // Evict-first, in L1 and L2: x is read once, and what is read or written again keeps its place.
 template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
     return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
