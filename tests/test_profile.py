@@ -68,10 +68,10 @@ def gpu_trace():
             event("user_annotation", f"{RANGE}0.1", start + 10, 100),
             event("cpu_op", "aten::linear", start + 12, 90, **{"External id": first}),
             event("cpu_op", "aten::addmm", start + 15, 80, **{"External id": first + 1}),
-            event("cuda_driver", "cuLaunchKernelEx", start + 20, 5, correlation=first),
+            event("cuda_driver", "cuLaunchKernelEx", start + 5, 5, correlation=first),  # by another clock
             event("cuda_runtime", "cudaLaunchKernel", start + 40, 5, correlation=first + 1),
             event("cuda_runtime", "cudaStreamIsCapturing", start + 50, 1),
-            event("kernel", "gemm", start + 300, 60.5, tid=90, correlation=first),
+            event("kernel", "gemm", start + 300, 60.5, tid=90, correlation=first, **{"External id": first + 1}),
             event("kernel", "splitKreduce", start + 370, 9.5, tid=90, correlation=first + 1),
             event("user_annotation", f"{RANGE}0.2", start + 120, 20),
             event("cuda_runtime", "cudaLaunchKernel", start + 130, 5, correlation=first + 2),
@@ -195,8 +195,8 @@ def test_neighbours_keep_heads_and_widths(tmp_path):
 
 
 def test_mixed_dtypes_reach_the_case(tmp_path):
-    found = target(tmp_path / "1_r", "rmsnorm", {
-        "x": ((2, 8, 32), (256, 32, 1), "float16"), "weight": ((32,), (1,), "float32")}, scalars={"eps": 1e-5})  # fmt: skip
+    given = {"x": ((2, 8, 32), (256, 32, 1), "float16"), "weight": ((32,), (1,), "float32")}
+    found = target(tmp_path / "1_r", "rmsnorm", given, scalars={"eps": 1e-5})
     tensors = found.spec.tensors(found.cases()[0])
     assert (tensors["x"].dtype, tensors["weight"].dtype) == (torch.float16, torch.float32)
     assert found.cases()[0].scalars == {"eps": 1e-5}
