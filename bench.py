@@ -11,28 +11,40 @@ status 0 only on PASS, 1 on any other verdict, 2 when nothing could be judged (b
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
-from pathlib import Path
 
-from autokernel.paths import repo_root
-from autokernel.process import launcher
+sys.path.append(sys.path.pop(0))  # this folder last: no file in it stands in for a library
+sys.dont_write_bytecode = True
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import shutil  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is not what git or a reader sees
+    for compiled in Path(__file__).parent.glob(place):
+        shutil.rmtree(compiled, ignore_errors=True)
+
+from autokernel.integrity import HarnessChanged, required  # noqa: E402
+from autokernel.paths import repo_root, workspace  # noqa: E402
+from autokernel.process import launcher, wanted  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
-    p.add_argument("--sizes", default="", metavar="NAME", help="small, medium, large, all, or one of the spec's sizes")
+    p.add_argument("--sizes", default="", metavar="NAMES", help="all, or names of the operator's sizes: medium,large")
     p.add_argument("--dtype", default="", choices=["", "fp16", "bf16", "fp32"], help="dtype of the timed sizes")
     p.add_argument("--best", type=Path, help="the best kernel so far, timed in pairs with this one")
     p.add_argument("--quick", action="store_true", help="smoke test, determinism and timing only; never keepable")
     p.add_argument("--compile-baseline", action="store_true", help="compare with torch.compile max-autotune (cached)")
     p.add_argument("--profile", action="store_true", help="Chrome trace and a table of the candidate's kernels")
+    p.add_argument("--ncu", action="store_true", help="hardware counters of one call, where Nsight Compute may count")
     p.add_argument("--calibrate", action="store_true", help="measure this GPU's ceilings once and keep them")
     p.add_argument("--allow-tf32", action="store_true", help="let float32 products use TF32, for both sides")
     p.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds for one call, compiling included")
+    p.add_argument("--allow-dirty-harness", action="store_true", help="judge with changed frozen files; never keepable")
     p.add_argument("--json", action="store_true", help="print the record as JSON instead of the block")
     p.add_argument("--traceback", action="store_true", help="show the kernel's traceback after a crash")
     return p
@@ -40,29 +52,40 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
-    with launcher(ahead=0 if args.calibrate else 2 + bool(args.best)) as children:
+    try:
+        required(args.allow_dirty_harness)
+    except HarnessChanged as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    with launcher(ahead=0 if args.calibrate else wanted(args.kernel, bool(args.best))) as children:
         return judge(args, children)
 
 
 def judge(args: argparse.Namespace, children) -> int:
     # only now: the children import PyTorch while we do
     from autokernel import report
-    from autokernel.run import GpuBusy, Options, UsageError, calibrate, run
+    from autokernel.gpu import GpuTableError
+    from autokernel.records import RecordError
+    from autokernel.run import GpuBusy, HarnessFailure, Options, UsageError, calibrate, run
     from autokernel.targets import TargetError
+    from autokernel.worker import COMPILE_ERRORS
 
-    names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "best", "dtype", "timeout")
+    names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "ncu", "best", "dtype",
+             "timeout", "allow_dirty_harness")  # fmt: skip
     try:
         if args.calibrate:
             print(report.calibration(calibrate()))
             return 0
+        (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
             record = run(Options(**{name: getattr(args, name) for name in names}), children, progress)
-    except (UsageError, GpuBusy, TargetError) as error:
+        record.write()
+    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    record.write()
     print(json.dumps(record.values, indent=1) if args.json else report.block(record.values))
-    if args.traceback and record.values.get("traceback"):
+    compiler = any(kind in str(record.values["reason"]) for kind in COMPILE_ERRORS)
+    if (args.traceback or compiler) and record.values.get("traceback"):
         print(record.values["traceback"], file=sys.stderr)
     return 0 if record.values["correctness"] == "PASS" else 1
 

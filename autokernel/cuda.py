@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -72,9 +73,10 @@ DEFAULT_TOOLKIT = Path("/usr/local/cuda")
 DEFAULT_ARCH = "sm_90a"  # the target where no GPU is present: compiled to be checked, not run
 COMPILE_TIMEOUT_S = 300
 # The static runtime works beside whatever version torch brought: both use the device's primary context.
+# Without -fno-gnu-unique, a static variable in a template is shared by all sources that one process loads.
 FLAGS = (
     "-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-cudart", "static",
-    "-shared", "-Xcompiler", "-fPIC", "-Xlinker", "--no-undefined",
+    "-shared", "-Xcompiler", "-fPIC,-fno-gnu-unique", "-Xlinker", "--no-undefined",
 )  # fmt: skip
 
 
@@ -328,7 +330,7 @@ def bind(launcher: Launcher, handle: ctypes.CDLL, host_tensors: bool = False) ->
 """
     call = handle[f"ak_call_{launcher.name}"]
     call.argtypes = [ctypes.c_char_p]
-    scope = {
+    scope: dict[str, Any] = {
         "ak_torch": torch,
         "ak_call": call,
         "ak_pack": struct.Struct("Pi" + "".join(p.code for p in launcher.arguments)).pack,  # native: as C lays it out

@@ -86,6 +86,12 @@ def _spike(t, g):
     return t.scatter_(-1, at, 20.0)
 
 
+def _outliers(t, g):
+    """Normal values, one in fifty of them a thousand times larger, anywhere."""
+    loud = torch.rand(t.shape, generator=g, device=t.device) < 0.02
+    return torch.where(loud, _normal(t, g) * 1e3, t)
+
+
 def _swamp(t, g):
     """Large elements first, then many that a half-precision sum of squares rounds away beside them, all one way.
 
@@ -143,6 +149,7 @@ CONTENTS = {
     "constant_rows": lambda t, g: t.copy_(_per_row(t, g).expand_as(t)),
     "repeat_rows": lambda t, g: t.copy_(_normal(torch.empty_like(t[..., :1, :]), g).expand_as(t)),
     "spike": _spike,
+    "outliers": _outliers,
     "swamp": _swamp,
     "swamp_exp": _swamp_exp,
     "cancel": _cancel,

@@ -5,18 +5,18 @@ It owns inputs, oracle, comparison and outcome, and never imports the kernel. Se
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autokernel.compare import Comparison, compare, same_bits
 from autokernel.inputs import fill, fresh_generator, perturb
-from autokernel.process import Launcher
+from autokernel.process import Launcher, compilers, kernel_cache
 from autokernel.source import KernelSource
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.worker import Layout, Worker, WorkerFailure, strings
@@ -110,14 +110,14 @@ class Bench:
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
-    def worker(self, cache_key: str, cases: list[Case]) -> Worker:
+    def worker(self, cache: Path, cases: list[Case], under: tuple[str, ...] = ()) -> Worker:
         """A child with room for the largest of the cases."""
         size = max(self.layout(case).total for case in cases)
-        return Worker(self.launcher.take(), self.device, cache_key, size)
+        return Worker(self.launcher.take(under), self.device, cache, size)
 
-    def open_kernel(self, source: KernelSource, cases: list[Case]) -> Worker:
+    def open_kernel(self, source: KernelSource, cases: list[Case], under: tuple[str, ...] = ()) -> Worker:
         """A child with a private copy of the kernel's bytes. It is loaded by `load_kernel`."""
-        worker = self.worker(source.sha256[:32], cases)
+        worker = self.worker(kernel_cache(source.data), cases, under)
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
@@ -130,7 +130,7 @@ class Bench:
 
         One child would compile a dozen variants one after the other; failures show again where they are judged.
         """
-        parts = min(6, (os.cpu_count() or 1) // 2 - 1)
+        parts = compilers()
         ordered = sorted(cases, key=lambda case: (case.dtype, case.stage, case.name))
         if parts < 2:
             return
@@ -167,7 +167,8 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
     if tuple(out["shape"]) != want.shape:
         return f"output shape {tuple(out['shape'])}, expected {want.shape}"
     if out["layout"] != "torch.strided" or out["attributes"]:
-        return f"output is not a plain tensor (layout {out['layout']}, attributes {out['attributes']})"
+        attributes = ", ".join(strings(out["attributes"])) or "none"
+        return f"output is not a plain tensor (layout {out['layout']}, attributes: {attributes})"
     if out["aliases_input"]:
         return "output shares memory with an input"
     if out["aliases_previous"]:
@@ -189,6 +190,8 @@ def ask_once(
     worker.stage(layout, private)
     reply = worker.call(layout, case.scalars, limits.call, bench.random_wait() if wait is None else wait)
     fault = reply_fault(reply, layout)
+    if not fault and reply["out"]["device"] != bench.device.type:
+        fault = f"output on {reply['out']['device']}, expected {bench.device.type}"
     if not fault and not worker.inputs_untouched(layout, private):
         fault = "an input, or memory beside it, was overwritten"
     return reply, fault

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from autokernel.paths import workspace
+from autokernel.paths import cache_dir, workspace
 
 SCRIPT = Path(__file__).with_name("child.py")
 KEPT_VARIABLES = (
@@ -33,7 +35,8 @@ KEPT_VARIABLES = (
 class Child:
     """One process that runs child.py, its folder and our end of its socket."""
 
-    def __init__(self, run_dir: Path, name: str):
+    def __init__(self, run_dir: Path, name: str, under: tuple[str, ...] = ()):
+        """under: a program that runs the child, with its options (a profiler)."""
         self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=run_dir))
         self.log = self.folder / "output.log"
         self.memory = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)  # no path: nobody else opens it
@@ -43,7 +46,7 @@ class Child:
         self.sock, theirs = socket.socketpair()
         with theirs, open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
+                [*under, sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -99,6 +102,25 @@ class Child:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def compilers() -> int:
+    """Children that compile a new kernel side by side."""
+    return min(6, (os.cpu_count() or 1) // 2 - 1)
+
+
+def kernel_cache(source: bytes) -> Path:
+    """Where compilers keep what they made of a kernel: apart for each source, so that none finds another's files."""
+    return cache_dir() / "kernels" / hashlib.sha256(source).hexdigest()[:32]
+
+
+def wanted(kernel: Path, best: bool) -> int:
+    """How many children a run of this kernel will need soon: the kernel, PyTorch, the best one, and compilers."""
+    if not kernel.is_file() or not Path("/dev/nvidiactl").exists():
+        return 2 + best
+    source = kernel.read_bytes()
+    one_piece = re.search(rb"^BACKEND\s*=\s*.cuda", source, re.MULTILINE)  # nvcc compiles a source once, whole
+    return 2 + best + (0 if one_piece or (kernel_cache(source) / "compiled").exists() else max(0, compilers()))
+
+
 class Launcher:
     """Children of one run: some started ahead of need, all of them ended with the run."""
 
@@ -107,12 +129,12 @@ class Launcher:
         self.children: list[Child] = []
         self.waiting = [self._start("child") for _ in range(ahead)]
 
-    def _start(self, name: str) -> Child:
-        self.children.append(Child(self.run_dir, name))
+    def _start(self, name: str, under: tuple[str, ...] = ()) -> Child:
+        self.children.append(Child(self.run_dir, name, under))
         return self.children[-1]
 
-    def take(self) -> Child:
-        return self.waiting.pop(0) if self.waiting else self._start("child")
+    def take(self, under: tuple[str, ...] = ()) -> Child:
+        return self.waiting.pop(0) if self.waiting and not under else self._start("child", under)
 
     def close(self) -> None:
         for child in self.children:

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from autokernel.run import KEYS
 
-# column of the table of sizes -> key of a size's values, width
+# column of the table of sizes -> key of a size's values, width; 80 columns in all
 COLUMNS = {
-    "size": ("size", 15), "dtype": ("dtype", 6), "us": ("latency_us", 10), "pytorch_us": ("pytorch_latency_us", 11),
-    "vs_pytorch": ("speedup_vs_pytorch", 11), "TFLOP/s": ("throughput_tflops", 9), "GB/s": ("bandwidth_gb_s", 8),
-    "%peak": ("pct_peak", 6), "%measured": ("pct_measured", 9), "noise%": ("noise_pct", 7),
+    "size": ("size", 14), "dtype": ("dtype", 5), "us": ("latency_us", 9), "pytorch_us": ("pytorch_latency_us", 10),
+    "speedup": ("speedup_vs_pytorch", 7), "TFLOP/s": ("throughput_tflops", 8), "GB/s": ("bandwidth_gb_s", 6),
+    "%peak": ("pct_peak", 5),
 }  # fmt: skip
 
 
@@ -29,7 +29,9 @@ def shown(value: Any) -> str:
         if value == 0 or 0.01 <= abs(value) < 1000:
             return f"{value:.4g}" if abs(value) < 100 else f"{value:.1f}"
         return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3e}"
-    return str(value)
+    if isinstance(value, list):
+        return ("; ".join(map(str, value[:3])) + f"; {len(value) - 3} more" * (len(value) > 3)) or "none"
+    return "".join(c if c.isprintable() else " " for c in str(value))
 
 
 def block(values: dict[str, Any]) -> str:
@@ -41,6 +43,7 @@ def block(values: dict[str, Any]) -> str:
         if key == "speedup_vs_best" and values.get(key) is not None:
             text += f" +-{values['gain_spread_pct'] / 100:.4f}"
         lines.append(f"{key + ':':<{width}} {text}")
+    lines += [f"{name + ':':<{width}} {shown(value)}" for name, value in (values.get("counters") or {}).items()]
     lines += table(values.get("sizes") or [])
     return "\n".join(lines + (kernels(values["profile"]) if values.get("profile") else []))
 
@@ -51,8 +54,8 @@ def table(sizes: list[dict[str, Any]]) -> list[str]:
     rows = [["size", *list(COLUMNS)[1:]]]
     for size in sizes:
         bound = "compute" if size.get("bottleneck") == "compute" else "bandwidth"
-        extra = {"pct_peak": size.get(f"pct_peak_{bound}"), "pct_measured": size.get(f"pct_measured_{bound}")}
-        rows.append([shown({**size, **extra}.get(key)) for key, _ in COLUMNS.values()])
+        peak = {"pct_peak": size.get(f"pct_peak_{bound}")}
+        rows.append([shown({**size, **peak}.get(key)) for key, _ in COLUMNS.values()])
     aligned = [f"{'<' if i == 0 else '>'}{width}" for i, (_, width) in enumerate(COLUMNS.values())]
     return ["", *("  ".join(format(c, how) for c, how in zip(row, aligned, strict=True)).rstrip() for row in rows)]
 

@@ -88,7 +88,7 @@ PLAIN = re.compile(
     r"alias|view\w*|_unsafe_view|_reshape\w*|reshape\w*|as_strided\w*|t|transpose_?|permute|expand\w*|slice|select|"
     r"squeeze_?|unsqueeze_?|split\w*|unbind|chunk|narrow|unfold|diagonal|flatten|unflatten|movedim|lift_fresh|"
     r"resize_|set_|arange|item|_local_scalar_dense|is_\w+|size|stride|numel|_conj|record_stream|"
-    r"broadcast_to|scalar_tensor|tensor|pin_memory|_pin_memory|equal|storage_offset|resolve_conj|resolve_neg)$"
+    r"numpy_T|mT|broadcast_to|scalar_tensor|tensor|pin_memory|_pin_memory|equal|storage_offset|resolve_conj|resolve_neg)$"
 )
 LIBRARY_KERNELS = re.compile(
     r"cublas|cudnn|cutlass::|nvjet|xmma|gemvx?|gemmk?|splitKreduce|s\d+gemm|sgemm|hgemm|fmha|pytorch_flash|"

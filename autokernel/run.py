@@ -17,17 +17,19 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import calibrate as calibration_run
-from autokernel import gpu, ops
+from autokernel import counters, gpu, integrity, ops
 from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher
 from autokernel.records import RunRecord, now
-from autokernel.review import vendor_calls
+from autokernel.review import scan, vendor_calls
 from autokernel.source import KernelError, read_kernel
 from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, foul_play, time_case
 from autokernel.worker import Worker, WorkerFailure
+
+AUTOTUNE_SECONDS = 900  # torch.compile max-autotune of one shape
 
 # the key block, in order; every run prints every key, `n/a` where there is no number
 KEYS = (
@@ -36,8 +38,8 @@ KEYS = (
     "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
     "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
     "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
-    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "quick",
-    "bench_time_seconds",
+    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "review",
+    "harness", "quick", "bench_time_seconds",
 )  # fmt: skip
 
 
@@ -51,10 +53,16 @@ class Options:
     compile_baseline: bool = False
     allow_tf32: bool = False
     profile: bool = False
+    ncu: bool = False
     best: Path | None = None
     dtype: str = ""
     device: str = ""
     timeout: float = 60.0
+    allow_dirty_harness: bool = False
+
+
+class HarnessFailure(RuntimeError):
+    """What the kernel is compared with could not be run: no verdict on the kernel."""
 
 
 class UsageError(ValueError):
@@ -64,21 +72,28 @@ class UsageError(ValueError):
 def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
     """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
 
-    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU.
+    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
     started, clock = now(), time.perf_counter()
+    harness = integrity.required(options.allow_dirty_harness)
     target = active_target()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     values: dict[str, Any] = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run")
     values |= {"started": started, "quick": options.quick, "target": target.name if target else None, "sizes": []}
     values |= _device_values(device)
+    values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
     data = b""
     try:
         source = read_kernel(options.kernel, target.spec.name if target else None)
         data = source.data
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
-        best = read_kernel(options.best, source.kernel_type) if options.best else None
+        values["review"] = [f"{line}: {reason}" for line, reason in scan(data)]
+        try:
+            best = read_kernel(options.best, source.kernel_type) if options.best else None
+        except KernelError as error:
+            raise UsageError(f"--best: {error}") from None
         session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
+        session.digest = harness.sha256
         with gpu_lock(device):
             values |= session.run(launcher)
     except KernelError as error:
@@ -97,7 +112,14 @@ class _Session:
         self.spec, self.source, self.best, self.options = spec, source, best, options
         self.device, self.progress, self.target = device, progress, target
         self.limits = Limits(call=options.timeout, load=options.timeout)
+        self.laps: dict[str, float] = {}  # where the time of a run went
+        self._lap = time.perf_counter()
         self.dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
+
+    def lap(self, name: str) -> None:
+        """Note the seconds since the last lap."""
+        self.laps[name] = time.perf_counter() - self._lap
+        self._lap = time.perf_counter()
 
     def run(self, launcher: Launcher) -> dict[str, Any]:
         bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
@@ -113,9 +135,10 @@ class _Session:
         if not timed:
             raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
         every = cases + timed
-        workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker("baseline", timed)}
+        cache = cache_dir() / "kernels" / "baseline"
+        workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker(cache, timed)}
         if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
-            workers["compiled"] = bench.worker("baseline", timed)
+            workers["compiled"] = bench.worker(cache, timed)
         if self.best:
             workers["best"] = bench.open_kernel(self.best, timed)
         return {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
@@ -126,6 +149,9 @@ class _Session:
         try:
             self.progress("starting")
             loaded = bench.load_kernel(workers["candidate"], self.limits)
+            self.lap("start")
+            if self.source.backend == "cuda" and not bench.on_gpu:
+                return self._compiled_only(workers["candidate"])
             stages, replies = run_stages(
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
                 lambda: self._compile_ahead(bench, workers["candidate"], cases),
@@ -134,25 +160,44 @@ class _Session:
         except WorkerFailure as failure:
             stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
             stages[0].failures.append(f"loading kernel.py: {failure}")
+        self.lap("stages")
         values |= stage_values(stages, self.options.quick)
         if values["correctness"] != "PASS":
             return values
         try:
             return values | self._timed(bench, workers, timed)
         except WorkerFailure as failure:
+            if failure.worker is not workers["candidate"]:
+                name = next((n for n, worker in workers.items() if worker is failure.worker), "another")
+                raise HarnessFailure(f"the {name} child failed, not kernel.py: {failure}") from None
             reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
             return values | reason | {"traceback": failure.detail}
+
+    def _compiled_only(self, candidate: Worker) -> dict[str, Any]:
+        """Without a GPU a CUDA kernel can be compiled, not judged: a FAIL that says how far it came."""
+        began = time.perf_counter()
+        try:
+            candidate.ask("compile", 10 * self.limits.load)
+        except WorkerFailure as failure:
+            if failure.kind == "CudaCompilerMissing":
+                return {"correctness": "FAIL", "reason": f"not compiled, not run: no GPU here, and {failure}"}
+            return {"correctness": failure.outcome, "reason": str(failure), "traceback": failure.detail}
+        values = {"correctness": "FAIL", "reason": "compiled, not run: CUDA C++ needs a GPU to be judged"}
+        return values | {"compile_seconds": time.perf_counter() - began, **candidate.resources()}
 
     def _compile_ahead(self, bench: Bench, candidate: Worker, cases: list[Case]) -> None:
         done = candidate.cache / "compiled"  # so that a source is compiled ahead once, not in every run
         if bench.on_gpu and not done.exists():
-            self.progress("compiling")
-            bench.compile_ahead(self.source, [c for c in cases if c.stage != "smoke_test"], self.limits)
+            if self.source.backend != "cuda":  # one source, compiled whole by the smoke test
+                self.progress("compiling")
+                bench.compile_ahead(self.source, [c for c in cases if c.stage != "smoke_test"], self.limits)
+            self.lap("compile_ahead")
             done.parent.mkdir(parents=True, exist_ok=True)
             done.touch()
 
     def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
-        self._start_others(bench, workers)
+        self._start_others(bench, workers, timed)
+        self.lap("start_others")
         device, calibration = self.gpu, self.calibration
         timings = []
         for case in timed:
@@ -164,11 +209,15 @@ class _Session:
             timings.append(timing)
         # a target's own shape comes first; otherwise the spec names the size that stands for the operator
         main = next((t for t in timings if t.case.name == self.spec.primary and not self.target), timings[0])
+        self.lap("timing")
         extra = self._looked_into(bench, workers["candidate"], main.case)
         if fault := foul_play(bench, timings, workers, self.limits):
             return {"correctness": "FAIL", "reason": fault}
+        if integrity.digest() != self.digest:
+            return {"correctness": "FAIL", "reason": "files of the harness changed while kernel.py ran: see git status"}
+        self.lap("audit")
         rows = [size_values(bench, timing, device, calibration) for timing in timings]
-        return rows[timings.index(main)] | {"sizes": rows} | extra
+        return rows[timings.index(main)] | {"sizes": rows, "laps": self.laps} | extra
 
     def _looked_into(self, bench: Bench, worker: Worker, case: Case) -> dict[str, Any]:
         """What the kernel is made of: resources, library calls, and a profile if one was asked for."""
@@ -183,24 +232,52 @@ class _Session:
             folder.mkdir(parents=True, exist_ok=True)
             if not (worker.folder / "trace.json").is_symlink():
                 shutil.copyfile(worker.folder / "trace.json", folder / "trace.json")
+        if self.options.ncu:
+            values |= self._counted(bench, case)
         return values
 
-    def _start_others(self, bench: Bench, workers) -> None:
+    def _counted(self, bench: Bench, case: Case) -> dict[str, Any]:
+        """Hardware counters from a child of their own under ncu, or the line that says why there are none."""
+        try:
+            if not bench.on_gpu:
+                raise counters.CountersMissing("no GPU here")
+            worker = bench.open_kernel(self.source, [case], tuple(counters.command()))
+            worker.share(bench.flush_bytes, START_SECONDS, confined=False)
+            worker.ask("load", self.limits.load, path=str(worker.folder / "kernel.py"))
+            layout = bench.layout(case)
+            worker.stage(layout, bench.draw(case, layout))
+            worker.count(layout, case.scalars, 3 * self.limits.call)  # each kernel is replayed for groups of metrics
+            return {"counters": counters.read(worker)}
+        except (counters.CountersMissing, WorkerFailure) as error:
+            return {"counters": {"ncu": f"no counters: {error}"}}
+
+    def _start_others(self, bench: Bench, workers, timed: list[Case]) -> None:
         for name in ("baseline", "compiled"):
             if name in workers:
                 workers[name].share(bench.flush_bytes, START_SECONDS)
                 workers[name].ask("load", START_SECONDS, op=self.spec.name, compile=name == "compiled")
         if "best" in workers:
             bench.load_kernel(workers["best"], self.limits)
+        if "compiled" in workers:
+            self.progress("torch.compile max-autotune, once per shape and device")
+            try:
+                for case in timed:
+                    layout = bench.layout(case)
+                    workers["compiled"].stage(layout, bench.draw(case, layout))
+                    workers["compiled"].call(layout, case.scalars, AUTOTUNE_SECONDS)
+            except WorkerFailure as failure:
+                raise HarnessFailure(f"torch.compile failed; run without --compile-baseline: {failure}") from None
 
     def _timed_cases(self, bench: Bench, targets: list[Case]) -> list[Case]:
         """The target's own shapes, then the sizes asked for by name."""
         shapes = self.spec.shapes if bench.on_gpu else self.spec.cpu_shapes
-        asked = self.options.sizes
-        if asked and asked != "all" and asked not in shapes:
+        names = [name for name in self.options.sizes.split(",") if name]
+        if unknown := [name for name in names if name != "all" and name not in shapes]:
             known = ", ".join(["all", *shapes])
-            raise UsageError(f"unknown --sizes {asked!r} for {self.spec.name}; known: {known}")
-        names = list(shapes) if asked == "all" else [asked] if asked else [] if targets else list(self.spec.timed)
+            raise UsageError(f"unknown --sizes {unknown[0]!r} for {self.spec.name}; known: {known}")
+        if not names:
+            names = [] if targets else list(self.spec.timed)
+        names = list(shapes) if "all" in names else names
         optional = tuple(n for n, a in self.spec.args.items() if a.optional)  # the plain operator is what is timed
         named = [Case(n, "timing", shapes[n], self.dtype, omit=optional) for n in names]
         return [case for case in targets + named if bench.fits(case)]
@@ -306,8 +383,6 @@ def gpu_lock(device: torch.device, timeout: float = 600):
             yield
     except Timeout:
         raise GpuBusy(f"another run holds this GPU ({path}); waited {timeout:.0f} s") from None
-
-
 
 
 def calibrate() -> gpu.Calibration:

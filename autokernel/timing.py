@@ -130,23 +130,25 @@ def time_case(
     layout = bench.layout(case)
     flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
     timing = Timing(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in workers})
-    timing.wait, repetitions = _warm_up(bench, case, layout, workers, limits)
+    repetitions, slow = _warm_up(bench, timing, workers, limits)
+    if timing.invalid:
+        return timing
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
-    plan = [*range(repetitions), *_hard(bench, case)]
+    plan = [*range(repetitions), *_hard(bench, case, slow)]
     random.SystemRandom().shuffle(plan)
-    answered, turn = bench.draw(case, layout), 0
+    answered = bench.draw(case, layout)
     for step in plan:
-        asked = step if isinstance(step, Case) else case
+        timed = not isinstance(step, Case)
+        asked = case if timed else step
         private = bench.draw(asked, layout)
-        turn += 1
-        for name in ["candidate"] if asked is step else list(workers)[:: 1 if turn % 2 else -1]:
+        for name in list(workers)[:: 1 if step % 2 else -1] if timed else ["candidate"]:
             # the others get what the candidate has answered before: nobody else ever holds an answer it could use
             content = private if name == "candidate" else answered
             reply, fault = ask_once(bench, workers[name], case, content, limits, timing.wait)
-            if asked is not step:
+            if timed:
                 timing.samples[name].add(reply)
             if name == "candidate":
-                timing.invalid = fault or _wrong(bench, asked, workers[name], private, asked is step or step in oracle)
+                timing.invalid = fault or _wrong(bench, asked, workers[name], private, not timed or step in oracle)
                 if timing.invalid:
                     return timing
         answered = private
@@ -158,13 +160,13 @@ def time_case(
     return timing
 
 
-def _hard(bench: Bench, case: Case) -> list[Case]:
+def _hard(bench: Bench, case: Case, slow: bool) -> list[Case]:
     """The case with contents of the stability stage: asked between the timed calls, not timed.
 
     So a kernel that handles only easy numbers at the timed sizes is found out: it cannot tell which call is which.
     """
     contents = list(bench.spec.stability.values())
-    if not bench.on_gpu:
+    if slow:  # Triton's interpreter
         contents = random.SystemRandom().sample(contents, min(2, len(contents)))
     return [replace(case, stage="numerical_stability", content=content) for content in contents]
 
@@ -184,25 +186,28 @@ def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -
     return f"output of a timed call: {fault}" if fault else ""
 
 
-def _warm_up(bench: Bench, case: Case, layout, workers: dict[str, Worker], limits: Limits) -> tuple[float, int]:
-    """Two calls each that the kernels cannot tell from timed ones.
+def _warm_up(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits) -> tuple[int, bool]:
+    """Two calls each that the kernels cannot tell from timed ones, and checked like them.
 
-    Returns the seconds that the wait kernel must hide, the same for every child so that their wall times compare, and
-    the number of repetitions.
+    Sets the seconds that the wait kernel must hide, the same for every child so that their wall times compare. Returns
+    the number of repetitions, and whether calls are so slow that few must do (Triton's interpreter).
     """
-    host, base = 0.0, 1.0
+    case, base, hosts = timing.case, 1.0, {}
     for _ in range(2):
-        private = bench.draw(case, layout)
-        hosts = []
+        private = bench.draw(case, bench.layout(case))
         for name, worker in workers.items():
-            worker.stage(layout, private)
-            reply = worker.call(layout, case.scalars, limits.call, bench.random_wait())
-            hosts.append(min(reply["host_s"], 2e-3))
+            reply, fault = ask_once(bench, worker, case, private, limits)
+            hosts[name] = min(reply["host_s"], 2e-3) if bench.on_gpu else reply["host_s"]
+            if name == "candidate":
+                timing.invalid = fault or _wrong(bench, case, worker, private, True)
             if name == "baseline":
                 base = reply["device_s"]
-        host = max(hosts)
+            if timing.invalid:
+                return 0, False
+    timing.wait = 1.5 * max(hosts.values()) + 30e-6
     fewest, most = REPETITIONS if bench.on_gpu else CPU_REPETITIONS
-    return 1.5 * host + 30e-6, max(fewest, min(most, int(TARGET_SECONDS / max(base, 1e-9))))
+    slow = not bench.on_gpu and hosts["candidate"] > 0.02
+    return max(fewest, min(most, int(TARGET_SECONDS / max(base, 1e-9)))), slow
 
 
 def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: Calibration | None) -> str:

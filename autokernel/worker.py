@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from autokernel.compare import same_bits
-from autokernel.paths import cache_dir
 from autokernel.process import Child
 from autokernel.spec import TensorSpec
 
@@ -37,12 +36,16 @@ LONGEST_ANSWER = 1 << 18
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
 
 
+COMPILE_ERRORS = ("CudaCompileError", "CompilationError")
+
+
 class WorkerFailure(Exception):
     """The child gave no answer. outcome: TIMEOUT or CRASH; detail: the child's own traceback, if it could send one."""
 
     def __init__(self, outcome: str, message: str, detail: str = "", kind: str = ""):
         super().__init__(message)
         self.outcome, self.detail, self.kind = outcome, detail, kind
+        self.worker: Worker | None = None  # whose child it was
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,9 @@ def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
 class Worker:
     """One child process and the arena shared with it."""
 
-    def __init__(self, child: Child, device: torch.device, cache_key: str, arena_bytes: int):
+    def __init__(self, child: Child, device: torch.device, cache: Path, arena_bytes: int):
         self.child, self.device, self.arena_bytes = child, device, arena_bytes
-        self.cache = cache_dir() / "kernels" / cache_key
+        self.cache = cache
         self.cache.mkdir(parents=True, exist_ok=True)
         self.confinement = ""
 
@@ -107,8 +110,8 @@ class Worker:
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def share(self, flush_bytes: int, timeout: float) -> None:
-        """Make the arena and have the child open it. Waits for the child's start."""
+    def share(self, flush_bytes: int, timeout: float, confined: bool = True) -> None:
+        """Make the arena and have the child open it. Waits for the child's start. A profiler needs it unconfined."""
         if self.device.type == "cuda":
             self.arena = self._cuda_arena()
             storage = self.arena.untyped_storage()
@@ -120,7 +123,7 @@ class Worker:
             self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
             described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED else []
+        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED and confined else []
         answer = self.ask(
             "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
             environment=self._environment(), writable=writable,
@@ -176,6 +179,10 @@ class Worker:
         """The device's kernels with their times; the child leaves trace.json in its folder."""
         return self._ask_about(layout, scalars, timeout, "profile")["kernels"]
 
+    def count(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> None:
+        """One call between the profiler's start and stop."""
+        self._ask_about(layout, scalars, timeout, "count")
+
     def launch_seconds(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> float:
         """Host time of one call among many back to back, as the child says."""
         value = self._ask_about(layout, scalars, timeout, "launch").get("host_s")
@@ -222,6 +229,13 @@ class Worker:
         Raises WorkerFailure: TIMEOUT after `timeout` seconds, CRASH if the child ended, answered before it was asked
         or something else than it was asked, or if it reports an exception.
         """
+        try:
+            return self._exchange(do, timeout, request)
+        except WorkerFailure as failure:
+            failure.worker = self
+            raise
+
+    def _exchange(self, do: str, timeout: float, request: Mapping[str, Any]) -> dict[str, Any]:
         token = secrets.token_hex(8)
         message = json.dumps({"do": do, "id": token, **request}).encode()
         deadline = time.monotonic() + timeout
@@ -245,7 +259,7 @@ class Worker:
             raise self._gone(error) from None
         if "error" in answer:
             raise _reported(answer["error"])
-        return answer
+        return printable(answer)
 
     def _read(self, count: int, deadline: float) -> bytes:
         data = b""
@@ -312,14 +326,35 @@ class Worker:
 def _reported(error: Any) -> WorkerFailure:
     error = error if isinstance(error, dict) else {}
     line = f" (kernel.py line {error['line']})" if isinstance(error.get("line"), int) else ""
-    kind = str(error.get("type"))[:100]
-    message = " ".join(str(error.get("message")).split())[:600]
-    return WorkerFailure("CRASH", f"{kind}{line}: {message}", str(error.get("traceback", "")), kind)
+    kind, text = printable(str(error.get("type")))[:100], str(error.get("message"))
+    detail = str(error.get("traceback", ""))
+    if kind in COMPILE_ERRORS:  # a compiler's messages with their context say more than where it was called
+        text, detail = _first_message(text), text[:3000]
+    detail = "\n".join(map(printable, detail.splitlines()))
+    return WorkerFailure("CRASH", f"{kind}{line}: {' '.join(printable(text).split())}", detail, kind)
+
+
+def _first_message(text: str) -> str:
+    """One line of a compiler's output: nvcc's first message, or Triton's place and, at its end, its cause."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith("CUDA_SRC line")]
+    if found or not lines:
+        return found[0] if found else text
+    return f"{lines[0]} {lines[-1]}" if len(lines) > 1 else lines[0]
 
 
 def strings(value: Any) -> list[str]:
     """A child's list of names, as far as it is one."""
-    return [v[:300] for v in value if isinstance(v, str)] if isinstance(value, list) else []
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+
+
+def printable(value: Any) -> Any:
+    """An answer whose strings are short lines: what a kernel says must not look like what the judge says."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else " " for c in value)[:600]
+    if isinstance(value, dict):
+        return {printable(k): printable(v) for k, v in value.items()}
+    return [printable(v) for v in value] if isinstance(value, list) else value
 
 
 def malformed(reply: Mapping[str, Any]) -> str:

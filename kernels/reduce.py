@@ -113,7 +113,7 @@ def kernel_fn(x, dim=-1):
     if n == 1 or x.stride(dim) == 1 and groups[1][1] != 1:
         _launch_rows(x, out, n, *groups)
     else:
-        _launch_columns(x, out, n, x.stride(dim), *sorted(groups, key=lambda g: -g[1]))
+        _launch_columns(x, out, n, x.stride(dim), *sorted(groups, key=lambda g: (g[0] > 1, -g[1])))
     return out
 
 

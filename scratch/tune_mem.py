@@ -249,7 +249,8 @@ def show(r):
     bad = sum(not x["ok"] for x in r["results"])
     brief = lambda v: ",".join(f"{k}={x}" for k, x in v.items()) or "default"  # noqa: E731
     print(f"{r['op'][:9]:9} {r['name']:19} torch {r['torch_us']:7.1f} default {default['us']:7.1f} "
-          f"best {best['us']:7.1f} ratio {ratio:5.2f}/{r['target']:.2f}{flag} copy {100 * r['floor_us'] / best['us']:3.0f}% "
+          f"best {best['us']:7.1f} ratio {ratio:5.2f}/{r['target']:.2f}{flag} copy "
+          f"{100 * r['floor_us'] / best['us']:3.0f}% "
           f"host {r['host_us']:4.0f} bad {bad}")
     for x in good[:3]:
         print(f"{'':12}{x['us']:8.1f}  {brief(x['config'])}")

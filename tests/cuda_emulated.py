@@ -22,8 +22,10 @@ def load(name: str):
 
 
 def emulate(starter, folder: Path, **config):
-    """Make the starter run on CPU tensors, through an emulation of its kernels compiled by g++ into `folder`."""
-    defines = {**starter.CONFIG, **config}
+    """Make the starter run on CPU tensors, through an emulation of its kernels compiled by g++ into `folder`.
+
+    config: other values for the keys that its CONFIG has."""
+    defines = {key: config.get(key, value) for key, value in starter.CONFIG.items()}
     source = re.sub(
         r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", starter.CUDA_SRC
     )
@@ -40,7 +42,7 @@ def emulate(starter, folder: Path, **config):
             "-std=c++17",
             "-shared",
             "-Xcompiler",
-            "-fPIC,-w",
+            "-fPIC,-w,-fno-gnu-unique",
             f"-I{HERE}",
             *definitions,
             "kernel.cpp",

@@ -15,7 +15,8 @@ KERNEL_TYPE = "cross_entropy"
 BACKEND = "cuda"
 
 # BATCH: 16-byte loads in flight a thread; MAX_THREADS: a block; MAX_CLUSTER: blocks that share a row (1, 2, 4, 8) while
-# there are fewer than FILL blocks (four on each of an H200's 132 SMs); NARROW_THREADS: a block of narrow rows, up to a warp each.
+# there are fewer than FILL blocks (four on each of an H200's 132 SMs); NARROW_THREADS: a block of narrow rows, up to a
+# warp each.
 CONFIG = {"BATCH": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "FILL": 528, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
@@ -27,7 +28,7 @@ constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // 
 constexpr long long IGNORED = -100;                 // PyTorch's ignore_index
 constexpr float NEG_INF = -__builtin_huge_valf();
 
-// ---- memory: 16-byte vectors ----------------------------------------------------------------------------------------
+// ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
@@ -36,13 +37,15 @@ template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
     return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
 }
 
-// ---- clusters: blocks that run at once and can write to each other's shared memory ------------------------------------
+// ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
 
 #if __CUDA_ARCH__ >= 900
 __device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
 __device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
 __device__ unsigned block_rank() { return __clusterRelativeBlockRank(); }
-template <typename V> __device__ V* in_block(V* p, unsigned rank) { return static_cast<V*>(__cluster_map_shared_rank(p, rank)); }
+template <typename V> __device__ V* in_block(V* p, unsigned rank) {
+    return static_cast<V*>(__cluster_map_shared_rank(p, rank));
+}
 #else
 __device__ void cluster_arrive(int) {}
 __device__ void cluster_wait(int) {}
@@ -50,7 +53,7 @@ __device__ unsigned block_rank() { return 0; }
 template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 #endif
 
-// ---- arithmetic: a running maximum and the sum of exp(x - maximum) --------------------------------------------------
+// ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
 
 // float32 uses the accurate expf; the half formats one hardware exp2, whose 2^-22 is far below their rounding.
 template <typename T> __device__ float exponential(float x) {
@@ -91,7 +94,8 @@ template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
     return a;
 }
 
-// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every time.
+// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every
+// time.
 template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     __shared__ MaxSum of_warp[32], of_block[8];
     a = warp_reduce<T>(a, min(blockDim.x, 32));
@@ -110,14 +114,14 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     return a;
 }
 
-// ---- kernels ----------------------------------------------------------------------------------------------------------
+// ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <typename T> __global__ void __launch_bounds__(MAX_THREADS)
-row_losses(const T* __restrict__ logits, const long long* __restrict__ targets, float* __restrict__ losses, long long n_rows,
-           long long n_cols, long long row_stride, int cluster) {
+row_losses(const T* __restrict__ logits, const long long* __restrict__ targets, float* __restrict__ losses,
+           long long n_rows, long long n_cols, long long row_stride, int cluster) {
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: no warp is ever incomplete
+    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
     const long long me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
     const T* x = logits + row * row_stride;
 
@@ -128,7 +132,8 @@ row_losses(const T* __restrict__ logits, const long long* __restrict__ targets, 
         if (target >= 0 && target < n_cols) picked = static_cast<float>(x[target]);
     }
     // Rows of an odd width start anywhere: a few elements lie before the first 16-byte boundary and after the last.
-    const long long before = (-reinterpret_cast<uintptr_t>(x) & 15) / sizeof(T), first = before < n_cols ? before : n_cols;
+    const long long before = (-reinterpret_cast<uintptr_t>(x) & 15) / sizeof(T);
+    const long long first = before < n_cols ? before : n_cols;
     const long long n_vectors = (n_cols - first) / LANES<T>, edges = n_cols - n_vectors * LANES<T>;
     MaxSum local = nothing();
     if (me < edges) {
@@ -154,9 +159,10 @@ row_losses(const T* __restrict__ logits, const long long* __restrict__ targets, 
 
 // The mean over the rows that are not ignored, in one block: a few bytes a row, in a fixed order.
 __global__ void __launch_bounds__(1024)
-mean_loss(const float* __restrict__ losses, const long long* __restrict__ targets, float* __restrict__ out, long long n_rows) {
+mean_loss(const float* __restrict__ losses, const long long* __restrict__ targets, float* __restrict__ out,
+          long long n_rows) {
     __shared__ float sums[32], counts[32];
-    float sum = 0.f, count = 0.f;                   // counts are exact: below 2^24 a thread, rounded like any mean beyond
+    float sum = 0.f, count = 0.f;                   // a count is exact below 2^24 rows
     #pragma unroll 4
     for (long long row = threadIdx.x; row < n_rows; row += 1024) {
         sum += losses[row];
@@ -176,7 +182,7 @@ mean_loss(const float* __restrict__ losses, const long long* __restrict__ target
     if (threadIdx.x == 0) *out = sum / count;       // 0 / 0 is NaN, as in PyTorch
 }
 
-// ---- launchers --------------------------------------------------------------------------------------------------------
+// ---- launchers ------------------------------------------------------------------------------------------------------
 
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cudaStream_t stream, A... args) {
@@ -191,15 +197,15 @@ int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cu
 }
 
 template <typename T>
-int cross_entropy(const T* logits, const long long* targets, float* losses, float* out, long long n_rows, long long n_cols,
-                  long long row_stride, cudaStream_t stream) {
+int cross_entropy(const T* logits, const long long* targets, float* losses, float* out, long long n_rows,
+                  long long n_cols, long long row_stride, cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;
     int threads = 16, cluster = 1;                  // 16: one thread for each element outside the 16-byte boundaries
     while (threads < MAX_THREADS && threads * BATCH < vectors) threads *= 2;
-    while (cluster < CLUSTER_LIMIT && threads == MAX_THREADS && n_rows * cluster < FILL && cluster * threads * BATCH < vectors) cluster *= 2;
+    while (cluster < CLUSTER_LIMIT && n_rows * cluster < FILL && cluster * MAX_THREADS * BATCH < vectors) cluster *= 2;
     const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
-    const int error = launch(row_losses<T>, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream, logits, targets, losses, n_rows,
-                             n_cols, row_stride, cluster);
+    const int error = launch(row_losses<T>, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
+                             logits, targets, losses, n_rows, n_cols, row_stride, cluster);
     return error ? error : launch(mean_loss, 1, 1024, 1, stream, losses, targets, out, n_rows);
 }
 

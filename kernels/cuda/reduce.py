@@ -1,9 +1,9 @@
 """Sum along any dimension, CUDA C++: one pass over memory, float32 accumulation, any width.
 
 x is seen as (outer, n, inner) and read once, in 16-byte accesses where the alignment allows. inner == 1: a part of a
-warp, or a block, adds up a row. Otherwise a thread owns neighbouring columns and the threads of a block share
-the n values of each. Where that makes too few blocks, n is split too, and the partial sums are added by a second launch:
-always in the same order, so the result has the same bits every time.
+warp, or a block, adds up a row. Otherwise a thread owns neighbouring columns and the threads of a block share the n
+values of each. Where that makes too few blocks, n is split too, and a second launch adds the partial sums: always in
+the same order, so the result has the same bits every time.
 """
 
 from functools import lru_cache
@@ -16,8 +16,8 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "reduce"
 BACKEND = "cuda"
 
-# BATCH: independent loads in flight a thread; THREADS: of a block at most; FILL: blocks below which n is split (four on each
-# of an H200's 132 SMs); NARROW_THREADS: a block of narrow rows, up to a warp each.
+# BATCH: independent loads in flight a thread; THREADS: a block at most, a power of two; FILL: blocks below which n is
+# split (four on each of an H200's 132 SMs); NARROW_THREADS: a block of narrow rows, up to a warp each.
 CONFIG = {"BATCH": 4, "THREADS": 256, "FILL": 528, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
@@ -30,13 +30,14 @@ template <typename T> constexpr int LANES = 16 / sizeof(T);                  // 
 
 template <typename T, int N> __device__ Vec<T, N> load(const T* p) { return *reinterpret_cast<const Vec<T, N>*>(p); }
 
-// ---- kernels: part `blockIdx.y` of gridDim.y parts of n; with one part the result, otherwise a partial sum --------------
+// ---- kernels: part blockIdx.y of gridDim.y parts of n; with one part the result, otherwise a partial sum -----------
 
 // Rows of n neighbouring elements; blockDim.x threads a row, blockDim.y rows a block.
 template <typename T, typename R> __global__ void __launch_bounds__(THREADS)
-sum_rows(const T* __restrict__ x, R* __restrict__ out, long long n_rows, long long n, long long row_stride, long long part_size) {
+sum_rows(const T* __restrict__ x, R* __restrict__ out, long long n_rows, long long n, long long row_stride,
+         long long part_size) {
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: no warp is ever incomplete
+    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
     const long long begin = blockIdx.y * part_size, size = min(part_size, n - begin);
     const T* p = x + row * row_stride + begin;
 
@@ -72,7 +73,8 @@ sum_rows(const T* __restrict__ x, R* __restrict__ out, long long n_rows, long lo
 
 // The middle axis of (outer, n, inner): a thread owns N neighbouring columns, blockDim.y threads share their n values.
 template <typename T, typename R, int N> __global__ void __launch_bounds__(THREADS)
-sum_columns(const T* __restrict__ x, R* __restrict__ out, long long outer, long long n, long long inner, long long part_size) {
+sum_columns(const T* __restrict__ x, R* __restrict__ out, long long outer, long long n, long long inner,
+            long long part_size) {
     __shared__ float shared[THREADS * N];
     const long long width = static_cast<long long>(blockDim.x) * N, tiles = (inner + width - 1) / width;
     const long long o = blockIdx.x / tiles, column = blockIdx.x % tiles * width + threadIdx.x * N;
@@ -99,11 +101,12 @@ sum_columns(const T* __restrict__ x, R* __restrict__ out, long long outer, long 
         if (threadIdx.y < half)
             for (int j = 0; j < N; j++) mine[j * THREADS] += mine[j * THREADS + half * blockDim.x];
     }
+    R* target = out + (blockIdx.y * outer + o) * inner + column;
     if (threadIdx.y == 0 && column < inner)
-        for (int j = 0; j < N; j++) out[(blockIdx.y * outer + o) * inner + column + j] = static_cast<R>(mine[j * THREADS]);
+        for (int j = 0; j < N; j++) target[j] = static_cast<R>(mine[j * THREADS]);
 }
 
-// ---- launchers --------------------------------------------------------------------------------------------------------
+// ---- launchers ------------------------------------------------------------------------------------------------------
 
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), long long blocks, long long parts, dim3 threads, cudaStream_t stream, A... args) {
@@ -119,17 +122,17 @@ int power_of_two(long long at_least, int limit) {
     return p;
 }
 
-// Parts of n: enough to fill the GPU, each worth a block's time (64 rounds of loads a thread at least), at most MAX_PARTS.
-constexpr long long MAX_PARTS = 512;
+// The part of n that a block takes: few enough parts to fill the GPU once, and at least `least` values worth its time.
 long long part_size(long long n, long long blocks, long long least) {
-    long long parts = min(min((FILL + blocks - 1) / blocks, n / least + 1), MAX_PARTS);
-    return ((n + parts - 1) / parts + 63) / 64 * 64;                         // a multiple of 64 keeps the alignment of rows
+    const long long parts = min((FILL + blocks - 1) / blocks, n / least + 1);
+    return ((n + parts - 1) / parts + 63) / 64 * 64;                         // a multiple of 64 keeps rows aligned
 }
 
 template <typename T, typename R>
 int columns(const T* x, R* out, float* partial, long long outer, long long n, long long inner, cudaStream_t stream) {
     const bool vectors = inner % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
-    const int N = vectors ? LANES<T> : 1, across = power_of_two(inner / N, 32), down = power_of_two(n, THREADS / across);
+    const int N = vectors ? LANES<T> : 1;
+    const int across = power_of_two(inner / N, 32), down = power_of_two(n, THREADS / across);
     const long long blocks = outer * ((inner + across * N - 1) / (across * N));
     const long long size = partial ? part_size(n, blocks, 16LL * down) : n, parts = (n + size - 1) / size;
     const dim3 threads(across, down);
@@ -150,18 +153,19 @@ int rows(const T* x, T* out, float* partial, long long n_rows, long long n, long
     const int down = threads <= 32 ? NARROW_THREADS / threads : 1;
     const long long blocks = (n_rows + down - 1) / down;
     const long long size = part_size(n, blocks, 16LL * THREADS * LANES<T>), parts = (n + size - 1) / size;
-    if (parts == 1) return launch(sum_rows<T, T>, blocks, 1, dim3(threads, down), stream, x, out, n_rows, n, row_stride, n);
-    const int error = launch(sum_rows<T, float>, blocks, parts, dim3(threads, down), stream, x, partial, n_rows, n, row_stride, size);
+    const dim3 block(threads, down);
+    if (parts == 1) return launch(sum_rows<T, T>, blocks, 1, block, stream, x, out, n_rows, n, row_stride, n);
+    const int error = launch(sum_rows<T, float>, blocks, parts, block, stream, x, partial, n_rows, n, row_stride, size);
     return error ? error : columns<float, T>(partial, out, nullptr, 1, parts, n_rows, stream);
 }
 
 // partial: room for a float of every partial sum, see PARTIALS.
-extern "C" int sum_rows_f16(const __half* x /* strided */, __half* out, float* partial, long long n_rows, long long n,
-                            long long row_stride, cudaStream_t stream) {
+extern "C" int sum_rows_f16(const __half* x /* strided */, __half* out, float* partial, long long n_rows,
+                            long long n, long long row_stride, cudaStream_t stream) {
     return rows(x, out, partial, n_rows, n, row_stride, stream);
 }
-extern "C" int sum_rows_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, float* partial, long long n_rows,
-                         long long n, long long row_stride, cudaStream_t stream) {
+extern "C" int sum_rows_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, float* partial,
+                             long long n_rows, long long n, long long row_stride, cudaStream_t stream) {
     return rows(x, out, partial, n_rows, n, row_stride, stream);
 }
 extern "C" int sum_rows_f32(const float* x /* strided */, float* out, float* partial, long long n_rows, long long n,
@@ -170,15 +174,15 @@ extern "C" int sum_rows_f32(const float* x /* strided */, float* out, float* par
 }
 
 extern "C" int sum_columns_f16(const __half* x, __half* out, float* partial, long long outer, long long n,
-                           long long inner, cudaStream_t stream) {
+                               long long inner, cudaStream_t stream) {
     return columns(x, out, partial, outer, n, inner, stream);
 }
-extern "C" int sum_columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, float* partial, long long outer, long long n,
-                            long long inner, cudaStream_t stream) {
+extern "C" int sum_columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, float* partial, long long outer,
+                                long long n, long long inner, cudaStream_t stream) {
     return columns(x, out, partial, outer, n, inner, stream);
 }
-extern "C" int sum_columns_f32(const float* x, float* out, float* partial, long long outer, long long n, long long inner,
-                           cudaStream_t stream) {
+extern "C" int sum_columns_f32(const float* x, float* out, float* partial, long long outer, long long n,
+                               long long inner, cudaStream_t stream) {
     return columns(x, out, partial, outer, n, inner, stream);
 }
 """
@@ -192,15 +196,15 @@ def compiled():
     return compile_cuda(CUDA_SRC, defines=CONFIG)
 
 
-# Floats that hold the partial sums of any case: n is split below FILL blocks, into fewer than FILL parts of it and one part
-# more a block, and a block covers at most 32 threads of 8 columns.
+# Floats that hold the partial sums of any case: only fewer than FILL blocks split n, into fewer than 2 * FILL, and a
+# block covers at most 32 threads of 8 columns.
 PARTIALS = 2 * CONFIG["FILL"] * 256
 
 
 def kernel_fn(x, dim=-1):
     """Sum of x along dim, in x's dtype, accumulated in float32."""
     dim %= x.ndim
-    if x.ndim == 2 and x.stride(0) == 1 and x.stride(1) > 1:  # stored transposed: the other dimension of its transpose
+    if x.ndim == 2 and x.stride(0) == 1 and x.stride(1) > 1:  # stored transposed: sum its transpose
         x, dim = x.t(), 1 - dim
     n, outer, inner = x.shape[dim], prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
     out = x.new_empty(x.shape[:dim] + x.shape[dim + 1 :])

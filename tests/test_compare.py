@@ -1,0 +1,113 @@
+"""The comparator: what it lets through and what it does not, at the edges of the formats."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from autokernel.compare import TOLERANCES, compare, same_bits
+
+INF, NAN = math.inf, math.nan
+
+
+def verdict(out, ref, dtype=torch.float16, **options):
+    return compare(torch.tensor(out, dtype=dtype), torch.tensor(ref, dtype=torch.float64), **options)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_one_rounding_passes_and_four_do_not(dtype):
+    ref = torch.randn(1000, dtype=torch.float64)
+    unit = torch.finfo(dtype).eps
+    assert compare(ref.to(dtype), ref).ok
+    wrong = ref.clone()
+    wrong[500] = 3 + 8 * max(unit, TOLERANCES[dtype])
+    ref[500] = 3
+    found = compare(wrong.to(dtype), ref)
+    assert not found.ok and "1 of 1000 elements" in found.reason and "(500,)" in found.reason
+
+
+@pytest.mark.parametrize("out,ref,ok", [
+    ([1.0, NAN], [1.0, 2.0], False),
+    ([1.0, INF], [1.0, 2.0], False),
+    ([1.0, 2.0], [1.0, NAN], False),
+    ([1.0, NAN], [1.0, NAN], True),
+    ([1.0, INF], [1.0, INF], True),
+    ([1.0, -INF], [1.0, INF], False),
+    ([1.0, NAN], [1.0, INF], False),
+    ([1.0, INF], [1.0, 1e6], True),  # beyond float16: infinity is the right answer
+    ([1.0, 65504.0], [1.0, 65519.0], True),
+    ([1.0, INF], [1.0, 65504.0], True),  # at the brink either side is honest
+    ([1.0, INF], [1.0, 60000.0], False),
+    ([1.0, -INF], [1.0, 65504.0], False),
+])  # fmt: skip
+def test_non_finite_values(out, ref, ok):
+    assert verdict(out, ref).ok is ok
+
+
+def test_all_nan_is_never_right():
+    assert not verdict([NAN] * 4, [1.0, 2.0, 3.0, 4.0]).ok
+
+
+def test_subnormal_results_are_not_held_to_a_relative_bound():
+    ref = torch.full((64,), 6.6e-6, dtype=torch.float64)  # a softmax over 151936 classes
+    assert compare(ref.half(), ref).ok
+    assert not compare(torch.zeros(64, dtype=torch.float16), ref).ok
+
+
+def test_zero_reference_demands_zeros():
+    zeros = torch.zeros(8, dtype=torch.float64)
+    assert compare(zeros.half(), zeros).ok
+    assert not compare(zeros.half() + 1e-4, zeros).ok
+
+
+def test_exact_demands_equality():
+    assert verdict([3.0, 4.0], [3.0, 4.0], exact=True).ok
+    assert not verdict([3.0, 4.002], [3.0, 4.0], exact=True).ok
+
+
+def test_lower_precision_than_pytorch_is_found_though_every_element_is_near():
+    ref = torch.randn(100_000, dtype=torch.float64)
+    rounded = ref.half()
+    twice_worse = (ref * (1 + torch.randn(ref.shape) * 2.0**-11)).half()
+    assert compare(rounded, ref, rounded).ok
+    found = compare(twice_worse, ref, rounded, factor=8)
+    assert not found.ok and "lower precision" in found.reason
+
+
+def test_an_inaccurate_pytorch_does_not_fail_a_better_kernel():
+    ref = torch.randn(1000, dtype=torch.float64)
+    poor = (ref + 0.1 * torch.randn_like(ref)).half()
+    assert compare(ref.half(), ref, poor).ok
+
+
+def test_float32_tolerance_grows_with_the_sum_and_tf32_needs_leave():
+    ref = torch.randn(1000, dtype=torch.float64)
+    off = (ref * (1 + 5e-5)).float()
+    assert not compare(off, ref).ok and compare(off, ref, depth=512 * 100).ok
+    tf32 = (ref * (1 + 5e-4)).float()
+    assert not compare(tf32, ref, ref.float()).ok
+    assert compare(tf32, ref, ref.float(), allow_tf32=True).ok
+
+
+def test_rows_are_judged_on_their_own_scale():
+    ref = torch.cat((torch.full((1, 100), 10.0), torch.full((99, 100), 0.01))).double()
+    noisy = ref.clone()
+    noisy[0, 3] = 0.001  # small beside its row
+    ref[0, 3] = 0.0
+    assert compare(noisy.half(), ref).ok
+    noisy[50, 3] = 0.0
+    assert not compare(noisy.half(), ref).ok
+
+
+def test_shape_and_scalars():
+    assert "shape (2,), expected (3,)" in verdict([1.0, 2.0], [1.0, 2.0, 3.0]).reason
+    assert verdict(1.0, 1.0).ok and not verdict(1.1, 1.0).ok
+    assert compare(torch.empty(0, 4).half(), torch.empty(0, 4).double()).ok
+
+
+def test_same_bits():
+    a = torch.tensor([0.0, NAN, 1.0])
+    assert same_bits(a, a.clone()) and not same_bits(a, torch.tensor([-0.0, NAN, 1.0]))
+    assert not same_bits(a, a.half()) and not same_bits(a, a[:2])
