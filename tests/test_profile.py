@@ -139,8 +139,9 @@ def test_profile_then_extract(run, model, tmp_path):
         starter = repo_root() / "kernels" / f"{read.spec.name}.py"
         assert (read.folder / "kernel.py").read_bytes() == starter.read_bytes()
 
-    (workspace / "active").write_text("3_" + plan["targets"][2]["op"])
-    assert targets.active_target().calls == plan["targets"][2]["calls"]
+    active = next(t for t in plan["targets"] if t["op"] != "rmsnorm")
+    (workspace / "active").write_text(active["name"])
+    assert targets.active_target().calls == active["calls"]
     wanted = next(r for r in record["targets"] if r["rank"] > 3)
     status, out, _ = run("extract", "--rank", wanted["rank"], "--backend", "cuda")
     ranks = [int(t.name.partition("_")[0]) for t in targets.read_targets()]
@@ -192,6 +193,15 @@ def test_neighbours_keep_heads_and_widths(tmp_path):
     assert [c.size for c in logits.neighbours()] == [{"rows": 3, "vocab": 50257}, {"rows": 12, "vocab": 50257}]
     scores = target(tmp_path / "4_s", "softmax", {"x": ((8, 10), (10, 1), "float16")}, scalars={"dim": 0})
     assert [c.size["shape"] for c in scores.neighbours()] == [(8, 5), (8, 20)]
+
+
+def test_a_long_target_shrinks_for_the_interpreter(tmp_path):
+    head = target(tmp_path / "1_m", "matmul", {
+        "A": ((1, 1023, 768), (1023 * 768, 768, 1), "float16"), "B": ((768, 50257), (1, 768), "float16")})  # fmt: skip
+    (case,) = head.cases(on_gpu=False)
+    assert (case.name, case.size) == ("target_shrunk", {"rows": (1, 1), "K": 768, "N": 50257})
+    assert case.strides["B"] == (1, 768) and head.neighbours(on_gpu=False) == []
+    assert head.cases()[0].name == "target" and head.cases()[0].size["rows"] == (1, 1023)
 
 
 def test_mixed_dtypes_reach_the_case(tmp_path):
