@@ -7,25 +7,29 @@ wider row the first WIDE_HELD tiles do; the rest is read once for an online maxi
 arXiv:1805.02867), then again, backwards: what was read last is still in the caches.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 KERNEL_TYPE = "softmax"
 BACKEND = "triton"
+GPU = not triton.knobs.runtime.interpret
 
 LOG2E = tl.constexpr(1.4426950408889634)    # exp(x) as exp2(x * LOG2E): tl.exp takes three instructions more
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 CONFIG = {
     "TILE": 1024,                # elements one program holds when several narrow rows share it
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 1024,            # rows share a program only beyond this many programs
     "MAX_BLOCK": 16384,          # widest row kept whole in registers
-    "WIDE_TILE": 4096,           # of a wider row: elements a program handles at once,
-    "WIDE_HELD": 6,              # tiles kept in registers, as they were read,
-    "WIDE_DEPTH": 1,             # loads of other tiles in flight ahead of the arithmetic
-    "WIDE_WARPS": 16,
-    "WIDE_REGISTERS": 64,        # per thread: 64 lets two programs of 16 warps run on an SM
+    "MAX_PIPELINED": 106496,     # widest row, in bytes, read into shared memory while others are worked on
+    "PIPELINED": (4096, 16, 128, 0, 3),    # such rows: elements a tile, warps, registers a thread, -, stages
+    "WIDE": (8192, 32, 64, 7, 1),          # wider rows: the same, and tiles kept in registers as they were read
+    "WIDE_AHEAD": 0, "WIDE_PERSISTENT": 0,
     "COLUMN_BLOCK": 32,          # columns per program where dim is not the contiguous one,
     "COLUMN_TILE": 8192,         # elements per step of it
 }
@@ -75,73 +79,97 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, x_outer, x_inner, out_outer, ou
 
 
 @triton.jit
-def _load(ptrs, tile, first, vectors, LANES: tl.constexpr, VEC: tl.constexpr):
-    lane = tile * LANES + tl.arange(0, LANES)[:, None]
-    mask = (lane >= first) & (lane < vectors)
-    return tl.load(ptrs + tile * (LANES * VEC), mask=mask, other=float("-inf"))
+def _power(x, high, FUSED: tl.constexpr):
+    return tl.exp2(tl.fma(x, LOG2E, -high)) if FUSED else tl.exp2((x - high) * LOG2E)
 
 
 @triton.jit
-def _online(raw, high, total):
+def _online(raw, high, total, FUSED: tl.constexpr):
     """Each lane's maximum and sum with one vector more: one rescaling exponential per vector, not per element."""
     x = raw.to(tl.float32)
-    new_high = tl.maximum(high, tl.max(x, 1))
-    total = total * tl.exp2((high - new_high) * LOG2E) + tl.sum(tl.exp2((x - new_high[:, None]) * LOG2E), 1)
-    return new_high, total
+    new_high = tl.maximum(high, tl.max(x, 1) * (LOG2E if FUSED else 1.0))
+    rescale = tl.exp2((high - new_high) * (1.0 if FUSED else LOG2E))
+    return new_high, total * rescale + tl.sum(_power(x, new_high[:, None], FUSED), 1)
 
 
 @triton.jit
-def _store(ptrs, raw, tile, top, scale, vectors, LANES: tl.constexpr, VEC: tl.constexpr):
-    # (scale < 0) is a zero that the compiler cannot see. Without it the float32 values of the first pass are kept for
-    # this one, and do not fit in the registers; as they were read they do.
-    bits = raw.to(tl.int32 if raw.dtype == tl.float32 else tl.int16, bitcast=True)
-    x = (bits ^ (scale < 0).to(bits.dtype)).to(raw.dtype, bitcast=True).to(tl.float32)
-    mask = tile * LANES + tl.arange(0, LANES)[:, None] < vectors
-    y = (tl.exp2((x - top) * LOG2E) * scale).to(ptrs.dtype.element_ty)
-    tl.store(ptrs + tile * (LANES * VEC), y, mask=mask, eviction_policy="evict_first")
+def _opaque(raw, zero):
+    """raw. The compiler cannot tell, so it does not keep raw's float32 values for later: they overflow registers."""
+    return tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r", [raw, zero.to(raw.dtype)], dtype=raw.dtype,
+                                     is_pure=True, pack=32 // raw.dtype.primitive_bitwidth)
 
 
 @triton.jit
-def _wide_kernel(x_ptr, out_ptr, n, inner, x_outer, x_inner, out_outer, out_inner, HELD: tl.constexpr,
-                 DEPTH: tl.constexpr, LANES: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr,
-                 EDGES: tl.constexpr):
-    x_row, out_row, x_body, out_body, vectors, column, edge_mask = _split(
-        tl.program_id(0).to(tl.int64), n, inner, x_outer, x_inner, out_outer, out_inner, VEC, ALIGN)
-    cell = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-    x_ptrs, out_ptrs = x_ptr + x_body + cell, out_ptr + out_body + cell
-    tiles = tl.maximum(tl.cdiv(vectors, LANES), HELD)
-    held, ahead = (), ()
-    for i in tl.static_range(HELD):                         # all in flight before the first is used
-        held += (_load(x_ptrs, i, 0, vectors, LANES, VEC),)
-    for i in tl.static_range(DEPTH):
-        ahead += (_load(x_ptrs, HELD + i, 0, vectors, LANES, VEC),)
-    if EDGES:
-        edge = tl.load(x_ptr + x_row + column, mask=edge_mask, other=float("-inf")).to(tl.float32)
-    high = tl.full([LANES], -3.4e38, tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    for i in tl.static_range(HELD):
-        high, total = _online(held[i], high, total)
-    for tile in range(HELD, tiles):
-        ahead += (_load(x_ptrs, tile + DEPTH, 0, vectors, LANES, VEC),)
-        high, total = _online(ahead[0], high, total)
-        ahead = ahead[1:]
-    ahead = ()
-    for i in tl.static_range(DEPTH):
-        ahead += (_load(x_ptrs, tiles - 1 - i, HELD * LANES, vectors, LANES, VEC),)
-    top = tl.max(high, 0)
-    if EDGES:
-        top = tl.maximum(top, tl.max(tl.max(edge, 1), 0))
-        edge = tl.exp2((edge - top) * LOG2E)
-    norm = tl.sum(total * tl.exp2((high - top) * LOG2E), 0)
-    if EDGES:
-        norm += tl.sum(tl.sum(edge, 1), 0)
-        tl.store(out_ptr + out_row + column, (edge / norm).to(out_ptr.dtype.element_ty), mask=edge_mask)
-    for back in range(1, tiles - HELD + 1):                 # backwards: what was read last is still in the caches
-        ahead += (_load(x_ptrs, tiles - back - DEPTH, HELD * LANES, vectors, LANES, VEC),)
-        _store(out_ptrs, ahead[0], tiles - back, top, 1.0 / norm, vectors, LANES, VEC)
-        ahead = ahead[1:]
-    for i in tl.static_range(HELD):
-        _store(out_ptrs, held[i], i, top, 1.0 / norm, vectors, LANES, VEC)
+def _prefetch(ptr, nbytes, LANES: tl.constexpr):
+    """Start to bring nbytes at ptr into the L2 cache: one request a warp."""
+    lane = tl.arange(0, LANES)
+    chunk = nbytes // (LANES // 32) // 16 * 16
+    start = (ptr.to(tl.int64) & -16) + lane // 32 * chunk
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r", [start, tl.where(lane % 32 == 0, chunk, 0)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _wide_kernel(x_ptr, out_ptr, rows, slots, n, inner, x_outer, x_inner, out_outer, out_inner, HELD: tl.constexpr,
+                 FULL: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+                 LANES: tl.constexpr, VEC: tl.constexpr, ALIGN: tl.constexpr, EDGES: tl.constexpr, GPU: tl.constexpr,
+                 FUSED: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LANES)[:, None]
+    cell = lane * VEC + tl.arange(0, VEC)[None, :]
+    for step in tl.range(0, rows - tl.program_id(0), tl.num_programs(0), num_stages=STAGES):
+        x_row, out_row, x_body, out_body, vectors, column, edge_mask = _split(
+            first + step, n, inner, x_outer, x_inner, out_outer, out_inner, VEC, ALIGN)
+        x_ptrs, out_ptrs = x_ptr + x_body + cell, out_ptr + out_body + cell
+        held = ()
+        for k in tl.static_range(HELD):                         # all in flight before the first is used
+            mask = None if k < FULL else lane + k * LANES < vectors
+            held += (tl.load(x_ptrs + k * LANES * VEC, mask=mask, other=None if k < FULL else float("-inf")),)
+        if EDGES:
+            edge = tl.load(x_ptr + x_row + column, mask=edge_mask, other=float("-inf")).to(tl.float32)
+        if not WHOLE:
+            tile = HELD
+            ahead = tl.load(x_ptrs + tile * (LANES * VEC), mask=lane + tile * LANES < vectors, other=float("-inf"))
+        high = tl.full([LANES], LOWEST, tl.float32)
+        total = tl.zeros([LANES], tl.float32)
+        for k in tl.static_range(HELD):
+            high, total = _online(held[k], high, total, FUSED)
+        if not WHOLE:
+            tiles = tl.cdiv(vectors, LANES)
+            for tile in tl.range(HELD + 1, tiles + 1):
+                raw = ahead
+                ahead = tl.load(x_ptrs + tile * (LANES * VEC), mask=lane + tile * LANES < vectors, other=float("-inf"))
+                high, total = _online(raw, high, total, FUSED)
+            tile = tiles - 1
+            mask = (lane + tile * LANES < vectors) & (lane + tile * LANES >= HELD * LANES)
+            ahead = tl.load(x_ptrs + tile * (LANES * VEC), mask=mask, other=float("-inf"))
+        if AHEAD and first + step + slots < rows:
+            x_next = _split(first + step + slots, n, inner, x_outer, x_inner, out_outer, out_inner, VEC, ALIGN)[2]
+            _prefetch(x_ptr + x_next, tl.minimum(AHEAD * LANES, vectors) * 16, LANES)
+        top = tl.max(high, 0)
+        if EDGES:
+            top = tl.maximum(top, tl.max(tl.max(edge, 1), 0) * (LOG2E if FUSED else 1.0))
+            edge = _power(edge, top, FUSED)
+        norm = tl.sum(total * tl.exp2((high - top) * (1.0 if FUSED else LOG2E)), 0)
+        if EDGES:
+            norm += tl.sum(tl.sum(edge, 1), 0)
+            tl.store(out_ptr + out_row + column, (edge / norm).to(out_ptr.dtype.element_ty), mask=edge_mask)
+        scale = 1.0 / norm
+        if not WHOLE:                                           # backwards: what was read last is still in the caches
+            for back in tl.range(1, tiles - HELD + 1):
+                tile = tiles - back
+                raw = ahead
+                mask = lane + tile * LANES >= (HELD + 1) * LANES
+                ahead = tl.load(x_ptrs + (tile - 1) * (LANES * VEC), mask=mask, other=float("-inf"))
+                y = (_power(raw.to(tl.float32), top, FUSED) * scale).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptrs + tile * (LANES * VEC), y, mask=lane + tile * LANES < vectors,
+                         eviction_policy="evict_first")
+        for k in tl.static_range(HELD):
+            raw = _opaque(held[k], (norm < 0).to(tl.int16)) if GPU else held[k]
+            y = (_power(raw.to(tl.float32), top, FUSED) * scale).to(out_ptr.dtype.element_ty)
+            mask = None if k < FULL else lane + k * LANES < vectors
+            tl.store(out_ptrs + k * LANES * VEC, y, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -153,7 +181,7 @@ def _columns_kernel(x_ptr, out_ptr, n, inner, x_n, out_n, x_outer, x_inner, out_
     k = tl.arange(0, BLOCK_N).to(tl.int64)[:, None]
     x_ptrs = x_ptr + outer * x_outer + column * x_inner
     out_ptrs = out_ptr + outer * out_outer + column * out_inner
-    high = tl.full([BLOCK_C], -3.4e38, tl.float32)
+    high = tl.full([BLOCK_C], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, n, BLOCK_N):
         mask = (k + start < n) & (column < inner)
@@ -202,16 +230,26 @@ def kernel_fn(x, dim=-1):
     return out
 
 
+@functools.cache
+def _slots(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
 def _launch_rows(x, out, n, outer, inner):
     rows, vec = outer[0] * inner[0], 16 // x.element_size()
     aligned = x.data_ptr() % 16 == 0 and (outer[1] - outer[2]) % vec == 0 and (inner[1] - inner[2]) % vec == 0
     edges = n % vec != 0 or aligned and (outer[2] % vec != 0 or inner[2] % vec != 0)
     if n > CONFIG["MAX_BLOCK"]:
-        tile = CONFIG["WIDE_TILE"] * 2 // x.element_size()
-        _wide_kernel[(rows,)](
-            x, out, n, inner[0], outer[1], inner[1], outer[2], inner[2], HELD=CONFIG["WIDE_HELD"], LANES=tile // vec,
-            VEC=vec, ALIGN=vec if aligned else 1, EDGES=edges, DEPTH=CONFIG["WIDE_DEPTH"],
-            num_warps=CONFIG["WIDE_WARPS"], maxnreg=CONFIG["WIDE_REGISTERS"])
+        whole = n * x.element_size() <= CONFIG["MAX_PIPELINED"]
+        tile, warps, registers, held, stages = CONFIG["PIPELINED"] if whole else CONFIG["WIDE"]
+        tile = tile * 2 // x.element_size()
+        held = triton.cdiv(n, tile) if whole else held
+        slots = _slots(x.device) * (65536 // (32 * warps * registers))
+        _wide_kernel[(min(rows, slots) if whole or CONFIG["WIDE_PERSISTENT"] else rows,)](
+            x, out, rows, slots, n, inner[0], outer[1], inner[1], outer[2], inner[2], HELD=held,
+            FULL=min(held, (n - 2 * vec) // tile), WHOLE=whole, STAGES=stages, LANES=tile // vec, VEC=vec,
+            ALIGN=vec if aligned else 1, EDGES=edges, AHEAD=0 if whole or not GPU else CONFIG["WIDE_AHEAD"],
+            GPU=GPU, FUSED=GPU and x.dtype == torch.float16, num_warps=warps, maxnreg=registers)
         return
     hold = triton.next_power_of_2(max(n // vec, 1))
     # Rows share a program only when there are more rows than it takes to fill the GPU.
