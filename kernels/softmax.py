@@ -26,10 +26,15 @@ CONFIG = {
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 1024,            # rows share a program only beyond this many programs
     "MAX_BLOCK": 16384,          # widest row kept whole in registers
-    "MAX_PIPELINED": 106496,     # widest row, in bytes, read into shared memory while others are worked on
-    "PIPELINED": (4096, 16, 128, 0, 3),    # such rows: elements a tile, warps, registers a thread, -, stages
-    "WIDE": (8192, 32, 64, 7, 1),          # wider rows: the same, and tiles kept in registers as they were read
-    "WIDE_AHEAD": 0, "WIDE_PERSISTENT": 0,
+    "PIPELINED_TILE": 4096,      # of a wider row: elements a program handles at once,
+    "PIPELINED_WARPS": 16,
+    "PIPELINED_BUFFERS": 2,      # rows in shared memory; what does not fit there goes by
+    "WIDE_TILE": 8192,           # elements a program handles at once,
+    "WIDE_HELD": 7,              # tiles kept in registers, as they were read,
+    "WIDE_WARPS": 32,
+    "WIDE_PROGRAMS": 1,          # programs that run on a multiprocessor,
+    "WIDE_AHEAD": 0,             # tiles of the next row to bring into the L2 cache
+    "WIDE_PERSISTENT": 0,
     "COLUMN_BLOCK": 32,          # columns per program where dim is not the contiguous one,
     "COLUMN_TILE": 8192,         # elements per step of it
 }
@@ -231,8 +236,12 @@ def kernel_fn(x, dim=-1):
 
 
 @functools.cache
-def _slots(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def _device(device):
+    """(multiprocessors, bytes of shared memory a program may use)"""
+    if device.type != "cuda":
+        return 2, 232448
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def _launch_rows(x, out, n, outer, inner):
@@ -240,16 +249,20 @@ def _launch_rows(x, out, n, outer, inner):
     aligned = x.data_ptr() % 16 == 0 and (outer[1] - outer[2]) % vec == 0 and (inner[1] - inner[2]) % vec == 0
     edges = n % vec != 0 or aligned and (outer[2] % vec != 0 or inner[2] % vec != 0)
     if n > CONFIG["MAX_BLOCK"]:
-        whole = n * x.element_size() <= CONFIG["MAX_PIPELINED"]
-        tile, warps, registers, held, stages = CONFIG["PIPELINED"] if whole else CONFIG["WIDE"]
-        tile = tile * 2 // x.element_size()
-        held = triton.cdiv(n, tile) if whole else held
-        slots = _slots(x.device) * (65536 // (32 * warps * registers))
-        _wide_kernel[(min(rows, slots) if whole or CONFIG["WIDE_PERSISTENT"] else rows,)](
-            x, out, rows, slots, n, inner[0], outer[1], inner[1], outer[2], inner[2], HELD=held,
-            FULL=min(held, (n - 2 * vec) // tile), WHOLE=whole, STAGES=stages, LANES=tile // vec, VEC=vec,
-            ALIGN=vec if aligned else 1, EDGES=edges, AHEAD=0 if whole or not GPU else CONFIG["WIDE_AHEAD"],
-            GPU=GPU, FUSED=GPU and x.dtype == torch.float16, num_warps=warps, maxnreg=registers)
+        processors, shared = _device(x.device)
+        tile = CONFIG["PIPELINED_TILE"] * 2 // x.element_size()
+        held, ahead, buffers = triton.cdiv(n, tile), 0, CONFIG["PIPELINED_BUFFERS"]
+        warps, programs = CONFIG["PIPELINED_WARPS"], processors
+        whole = 0 < buffers * held * tile * x.element_size() <= shared - 2048
+        if not whole:
+            tile, held, buffers = CONFIG["WIDE_TILE"] * 2 // x.element_size(), CONFIG["WIDE_HELD"], 0
+            ahead = CONFIG["WIDE_AHEAD"] * GPU
+            warps, programs = CONFIG["WIDE_WARPS"], processors * CONFIG["WIDE_PROGRAMS"]
+        _wide_kernel[(min(rows, programs) if whole or CONFIG["WIDE_PERSISTENT"] else rows,)](
+            x, out, rows, programs, n, inner[0], outer[1], inner[1], outer[2], inner[2], HELD=held,
+            FULL=min(held, (n - 2 * vec) // tile), WHOLE=whole, STAGES=buffers + 1, AHEAD=ahead, LANES=tile // vec,
+            VEC=vec, ALIGN=vec if aligned else 1, EDGES=edges, GPU=GPU, FUSED=GPU and x.dtype == torch.float16,
+            num_warps=warps, maxnreg=65536 * processors // (32 * warps * programs))
         return
     hold = triton.next_power_of_2(max(n // vec, 1))
     # Rows share a program only when there are more rows than it takes to fill the GPU.
