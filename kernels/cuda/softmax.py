@@ -19,7 +19,7 @@ BACKEND = "cuda"
 
 # VECS: 16-byte vectors that a thread holds in registers; MAX_THREADS: a block of such rows; WIDE_THREADS: a block of
 # wider rows; SHARED_KB: what their two rows, or parts of rows, may take; MAX_CLUSTER: blocks a row (1, 2, 4, 8); FILL:
-# wide rows are shared while there are fewer blocks; COL_WARPS: warps that share a reduced dimension that isn't the last.
+# wide rows are shared while there are fewer blocks; COL_WARPS: warps that share a reduced dimension, not the last one.
 CONFIG = {
     "VECS": 4,
     "MAX_THREADS": 512,
@@ -181,7 +181,7 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster, int tu
     const int lane = threadIdx.x % 32;
     if (lane == 0) of_warp[turn][threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[turn][lane] : MaxSum(), 32);    // in every warp: no second barrier
+    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[turn][lane] : MaxSum(), 32);   // in every warp: one barrier
     if (cluster > 1) {
         if (threadIdx.x < cluster) *in_block(&of_block[turn][block_rank()], threadIdx.x) = a;
         cluster_arrive(cluster);
@@ -222,7 +222,7 @@ softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, lon
 }
 
 // Rows in shared memory, two at a time: the next one arrives while this one is reduced and stored. slots: 16-byte ones
-// of one of the two buffers. A thread reads what it copied itself, so there is no barrier between its last use and the next copy.
+// of one of the two buffers. A thread reads only what it copied itself, and needs no barrier before it copies again.
 template <typename T> __global__ void __launch_bounds__(WIDE_THREADS)
 softmax_wide(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
              int slots, int cluster) {
@@ -233,7 +233,8 @@ softmax_wide(const T* __restrict__ x, T* __restrict__ out, long long n_rows, lon
     long long row = blockIdx.x / cluster;
     int turn = 0;
     auto fetch = [&](long long row, int buffer) {
-        Row<T, SHARED, false> fetched(x + row * row_stride, n_cols, me, threads, buffers + buffer * slots + threadIdx.x);
+        uint4* mine = buffers + buffer * slots + threadIdx.x;
+        Row<T, SHARED, false> fetched(x + row * row_stride, n_cols, me, threads, mine);
         __pipeline_commit();
         return fetched;
     };
