@@ -19,16 +19,9 @@ BACKEND = "cuda"
 
 # VECS: 16-byte vectors that a thread holds in registers; MAX_THREADS: a block of such rows; WIDE_THREADS: a block of
 # wider rows; SHARED_KB: what their two rows, or parts of rows, may take; MAX_CLUSTER: blocks a row (1, 2, 4, 8); FILL:
-# wide rows are shared while there are fewer blocks; COL_WARPS: warps that share a reduced dimension, not the last one.
-CONFIG = {
-    "VECS": 4,
-    "MAX_THREADS": 512,
-    "WIDE_THREADS": 1024,
-    "SHARED_KB": 226,
-    "MAX_CLUSTER": 8,
-    "FILL": 132,
-    "COL_WARPS": 16,
-}
+# rows are shared while there are fewer blocks.
+CONFIG = {"VECS": 4, "MAX_THREADS": 512, "WIDE_THREADS": 1024, "SHARED_KB": 226, "MAX_CLUSTER": 8, "FILL": 132}
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
@@ -37,6 +30,8 @@ CUDA_SRC = r"""
 #include <cstdint>
 #include <type_traits>
 
+using i64 = long long;
+constexpr int COL_WARPS = 16;                       // that share the reduced dimension when it is not the last one
 constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
 constexpr float LOWEST = -3.402823466e38f;          // below or equal to any finite value
 constexpr int SHARED = -1;                          // instead of a number of registers, see Row
@@ -47,7 +42,7 @@ template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
 
 template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
+    const uint4 raw = *reinterpret_cast<const uint4*>(p);
     return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
@@ -56,16 +51,16 @@ template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
 // are kept in registers; KEEP == SHARED: any number in shared memory, copied there asynchronously, each thread its own,
 // so that no barrier is needed; KEEP == 0: nothing is kept, each visit loads.
 template <typename T, int KEEP, bool ALIGNED> struct Row {
-    using Index = std::conditional_t<KEEP == 0, long long, int>;
+    using Index = std::conditional_t<KEEP == 0, i64, int>;
     const T* x;
     uint4* slots;                                   // in shared memory: of this thread, blockDim.x apart
     Index first, n_vectors, edges, me, threads;     // first: elements before the first 16-byte boundary
     Vec<T, LANES<T>> kept[KEEP > 0 ? KEEP : 1];
     Vec<T, 1> edge;
 
-    __device__ Row(const T* row, long long n_cols, int me, int threads, uint4* slots = nullptr)
+    __device__ Row(const T* row, i64 n_cols, int me, int threads, uint4* slots = nullptr)
         : x(row), slots(slots), me(me), threads(threads) {
-        const long long before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
+        const i64 before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
         first = before < n_cols ? before : n_cols;
         n_vectors = (n_cols - first) / LANES<T>;
         edges = n_cols - n_vectors * LANES<T>;
@@ -87,12 +82,11 @@ template <typename T, int KEEP, bool ALIGNED> struct Row {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
                 if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
-        } else if constexpr (KEEP == SHARED) {
-            for (Index v = me, slot = 0; v < n_vectors; v += threads, slot += blockDim.x)
-                f(first + v * LANES<T>, reinterpret_cast<const Vec<T, LANES<T>>&>(slots[slot]));
         } else {
-            for (Index v = me; v < n_vectors; v += threads)
-                f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
+            for (Index v = me, slot = 0; v < n_vectors; v += threads, slot += blockDim.x) {
+                const T* in_memory = x + first + v * LANES<T>;
+                f(first + v * LANES<T>, load_vector(KEEP == SHARED ? reinterpret_cast<T*>(slots + slot) : in_memory));
+            }
         }
         if (!ALIGNED && me < edges) f(edge_column(), edge);
     }
@@ -210,11 +204,10 @@ __device__ void normalise(const Row<T, KEEP, ALIGNED>& mine, T* out_row, int clu
 }
 
 template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
-softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
-             int cluster) {
+softmax_rows(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride, int cluster) {
     cluster_arrive(cluster);
-    const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
+    const i64 last = n_rows - 1, at = i64(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
+    const i64 row = at < last ? at : last;          // threads past the end repeat the last row: every warp is complete
     const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
     const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
     cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
@@ -224,50 +217,47 @@ softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, lon
 // Rows in shared memory, two at a time: the next one arrives while this one is reduced and stored. slots: 16-byte ones
 // of one of the two buffers. A thread reads only what it copied itself, and needs no barrier before it copies again.
 template <typename T> __global__ void __launch_bounds__(WIDE_THREADS)
-softmax_wide(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
-             int slots, int cluster) {
+softmax_wide(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride, int slots,
+             int cluster) {
     extern __shared__ uint4 buffers[];
     cluster_arrive(cluster);
     const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const long long step = gridDim.x / cluster;
-    long long row = blockIdx.x / cluster;
-    int turn = 0;
-    auto fetch = [&](long long row, int buffer) {
-        uint4* mine = buffers + buffer * slots + threadIdx.x;
-        Row<T, SHARED, false> fetched(x + row * row_stride, n_cols, me, threads, mine);
+    const i64 first = blockIdx.x / cluster, step = gridDim.x / cluster;
+    auto fetch = [&](i64 row, int buffer) {         // after the last row: nothing
+        uint4* to = buffers + buffer * slots + threadIdx.x;
+        const Row<T, SHARED, false> fetched(x + row * row_stride, row < n_rows ? n_cols : 0, me, threads, to);
         __pipeline_commit();
         return fetched;
     };
-    auto mine = fetch(row, 0);
+    auto mine = fetch(first, 0);
     cluster_wait(cluster);                          // every block of the cluster runs
-    for (; row + step < n_rows; row += step, turn ^= 1) {
+    int turn = 0;
+    for (i64 row = first; row < n_rows; row += step, turn ^= 1) {
         const auto next = fetch(row + step, turn ^ 1);
         __pipeline_wait_prior(1);                   // all but the next row have arrived
         normalise(mine, out + row * n_cols, cluster, turn);
         mine = next;
     }
-    __pipeline_wait_prior(0);
-    normalise(mine, out + row * n_cols, cluster, turn);
 }
 
 // Softmax over the middle axis of (outer, n, inner): a lane owns a column, the warps of a block and the blocks of a
 // cluster share its n values. 32 neighbouring columns fill whole 32-byte sectors. The second read is mostly from L2.
 template <typename T> __global__ void __launch_bounds__(32 * COL_WARPS)
-softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long long inner, int cluster) {
+softmax_columns(const T* __restrict__ x, T* __restrict__ out, i64 n, i64 inner, int cluster) {
     __shared__ MaxSum of_warp[COL_WARPS][32], of_block[8][32];
     cluster_arrive(cluster);
-    const long long tiles = (inner + 31) / 32, tile = blockIdx.x / cluster;
-    const long long column = tile % tiles * 32 + threadIdx.x, base = tile / tiles * n * inner + column;
-    const long long step = static_cast<long long>(cluster) * blockDim.y;
-    const long long begin = column < inner ? blockIdx.x % cluster * blockDim.y + threadIdx.y : n;
+    const i64 tiles = (inner + 31) / 32, tile = blockIdx.x / cluster;
+    const i64 column = tile % tiles * 32 + threadIdx.x, base = tile / tiles * n * inner + column;
+    const i64 step = i64(cluster) * blockDim.y;
+    const i64 begin = column < inner ? blockIdx.x % cluster * blockDim.y + threadIdx.y : n;
 
     MaxSum total;
     constexpr int BATCH = 8;                        // independent loads in flight a thread
-    for (long long r = begin; r < n; r += BATCH * step) {
+    for (i64 r = begin; r < n; r += BATCH * step) {
         float e[BATCH];
         #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            const long long at = r + i * step;
+            const i64 at = r + i * step;
             e[i] = at < n ? static_cast<float>(x[base + at * inner]) : -INFINITY;
         }
         total.add<T>(e);
@@ -286,8 +276,8 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
     }
     const float scale = 1.f / total.sum;
     #pragma unroll 4
-    for (long long r = begin; r < n; r += step) {
-        const long long at = base + r * inner;
+    for (i64 r = begin; r < n; r += step) {
+        const i64 at = base + r * inner;
         out[at] = static_cast<T>(exponential<T>(static_cast<float>(x[at]) * SCALE<T> - total.m) * scale);
     }
 }
@@ -296,11 +286,10 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
 
 // With shared_bytes, clusters are at most as many as run at once, each for several rows; otherwise there are that many.
 template <typename... P, typename... A>
-int launch(void (*kernel)(P...), long long clusters, dim3 threads, int cluster, int shared_bytes, cudaStream_t stream,
+int launch(void (*kernel)(P...), i64 clusters, dim3 threads, int cluster, int shared_bytes, cudaStream_t stream,
            A... args) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = 1, attribute.val.clusterDim.z = 1;
+    cudaLaunchAttribute attribute = {cudaLaunchAttributeClusterDimension};
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(cluster), config.blockDim = threads, config.stream = stream;
     config.dynamicSmemBytes = shared_bytes, config.attrs = &attribute, config.numAttrs = cluster > 1;
@@ -310,7 +299,7 @@ int launch(void (*kernel)(P...), long long clusters, dim3 threads, int cluster, 
         cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
         int at_once = 0;                            // stays 0 before Hopper: then a cluster, of one block, takes a row
         cudaOccupancyMaxActiveClusters(&at_once, function, &config);
-        if (at_once > 0) clusters = min(clusters, static_cast<long long>(at_once));
+        if (at_once > 0) clusters = min(clusters, i64(at_once));
     }
     if (clusters * cluster > 0x7fffffff) return cudaErrorInvalidConfiguration;
     config.gridDim = dim3(clusters * cluster);
@@ -318,8 +307,8 @@ int launch(void (*kernel)(P...), long long clusters, dim3 threads, int cluster, 
 }
 
 template <typename T>
-int rows(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
-    const long long vectors = n_cols / LANES<T>;    // at most, in a row
+int rows(const T* x, T* out, i64 n_rows, i64 n_cols, i64 row_stride, cudaStream_t stream) {
+    const i64 vectors = n_cols / LANES<T>;          // at most, in a row
     const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out);
     const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
@@ -330,7 +319,7 @@ int rows(const T* x, T* out, long long n_rows, long long n_cols, long long row_s
     int device = 0, limit = 0;
     cudaGetDevice(&device), cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     limit = min(limit, SHARED_KB * 1024);
-    auto registers = [&] { return vectors <= static_cast<long long>(cluster) * threads * VECS; };
+    auto registers = [&] { return vectors <= i64(cluster) * threads * VECS; };
     auto slots = [&] { return (vectors + cluster * WIDE_THREADS - 1) / (cluster * WIDE_THREADS) * WIDE_THREADS; };
     auto shared = [&] { return 2 * 16 * slots() <= limit; };
     while (cluster < CLUSTER_LIMIT && !registers() && !(shared() && n_rows * cluster >= FILL)) cluster *= 2;
@@ -343,36 +332,24 @@ int rows(const T* x, T* out, long long n_rows, long long n_cols, long long row_s
                   x, out, n_rows, n_cols, row_stride, cluster);
 }
 
-template <typename T>
-int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
-    int warps = n < COL_WARPS ? n : COL_WARPS, cluster = 1;
-    while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
-    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, 0, stream,
-                  x, out, n, inner, cluster);
-}
-
 // x is (outer, n, inner), contiguous, or rows that are row_stride apart where inner is 1.
 template <typename T>
-int softmax(const T* x, T* out, long long outer, long long n, long long inner, long long row_stride,
-            cudaStream_t stream) {
-    return inner == 1 ? rows(x, out, outer, n, row_stride, stream) : columns(x, out, outer, n, inner, stream);
+int run(const void* x, void* out, i64 outer, i64 n, i64 inner, i64 row_stride, cudaStream_t stream) {
+    const T* from = static_cast<const T*>(x);
+    T* to = static_cast<T*>(out);
+    if (inner == 1) return rows(from, to, outer, n, row_stride, stream);
+    int warps = n < COL_WARPS ? n : COL_WARPS, cluster = 1;
+    while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
+    const i64 tiles = outer * ((inner + 31) / 32);
+    return launch(softmax_columns<T>, tiles, dim3(32, warps), cluster, 0, stream, from, to, n, inner, cluster);
 }
 
-extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long outer, long long n, long long inner,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, outer, n, inner, row_stride, stream);
-}
-extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long outer, long long n,
-                            long long inner, long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, outer, n, inner, row_stride, stream);
-}
-extern "C" int softmax_f32(const float* x /* strided */, float* out, long long outer, long long n, long long inner,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, outer, n, inner, row_stride, stream);
+extern "C" int softmax(const void* x /* strided */, void* out, int dtype, i64 outer, i64 n, i64 inner, i64 row_stride,
+                       cudaStream_t stream) {
+    const auto of_type = dtype == 0 ? run<__half> : dtype == 1 ? run<__nv_bfloat16> : run<float>;
+    return of_type(x, out, outer, n, inner, row_stride, stream);
 }
 """
-
-SUFFIX = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 @lru_cache(maxsize=1)
@@ -392,5 +369,5 @@ def kernel_fn(x, dim=-1):
         x = x.reshape(outer, n)  # a view where one stride leads from row to row
     if inner > 1 or x.stride(1) != 1:
         x = x.contiguous()
-    getattr(compiled(), f"softmax_{SUFFIX[x.dtype]}")(x, out, outer, n, inner, x.stride(0))
+    compiled().softmax(x, out, DTYPES[x.dtype], outer, n, inner, x.stride(0))
     return out
