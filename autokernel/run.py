@@ -123,7 +123,7 @@ class _Session:
 
     def run(self, launcher: Launcher) -> dict[str, Any]:
         bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
-        primary = self.target.cases() if self.target else []
+        primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
         cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:

@@ -20,8 +20,8 @@ CONFIG = {
     "TILE": 4096,                # elements a program holds when several narrow rows share it
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 2048,            # rows share a program only beyond this many programs
-    "HOIST": True,               # weight and bias are loaded beside x, not after the sums: their latency is hidden
-    "LOAD_POLICY": "evict_first",
+    "HOIST": False,              # loading weight and bias beside x hides their latency, but takes registers
+    "LOAD_POLICY": "",
     "STORE_POLICY": "",
     "MAX_BLOCK": 16384,          # widest row kept in registers
 }

@@ -20,7 +20,7 @@ CONFIG = {
     "WARPS": 8,
     "STAGES": 1,           # loads in flight ahead of the arithmetic
     "PROGRAMS": 1024,      # fewer programs than this: rows or columns are split; more: narrow rows share a program
-    "COLUMN_BLOCK": 128,   # neighbouring columns per program
+    "COLUMN_BLOCK": 64,    # neighbouring columns per program
     "COLUMN_TILE": 8192,   # elements per step of a column program
     "COLUMN_WARPS": 4,
     "COLUMN_STAGES": 1,

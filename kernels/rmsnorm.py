@@ -16,11 +16,11 @@ KERNEL_TYPE = "rmsnorm"
 BACKEND = "triton"
 
 CONFIG = {
-    "TILE": 4096,                # elements a program holds when several narrow rows share it
+    "TILE": 8192,                # elements a program holds when several narrow rows share it
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
-    "PROGRAMS": 2048,            # rows share a program only beyond this many programs
+    "PROGRAMS": 512,             # rows share a program only beyond this many programs
     "HOIST": True,               # weight is loaded beside x, not after the sum: its latency is hidden
-    "LOAD_POLICY": "evict_first",
+    "LOAD_POLICY": "",           # evict_first costs 5 % at 16384x8192 on an H200
     "STORE_POLICY": "",
     "MAX_BLOCK": 16384,          # widest row kept in registers
 }

@@ -18,7 +18,7 @@ BACKEND = "triton"
 
 CONFIG = {
     "TILE": 2048,        # elements of x a program turns at once
-    "HEADS": 4,          # heads a program takes in turn
+    "HEADS": 2,          # heads a program takes in turn
     "WARPS": 4,
     "STAGES": 2,         # tiles in flight ahead of the arithmetic
 }
