@@ -13,21 +13,6 @@ def outcome(function, args, kwargs):
         return Failure([error])
 
 
-def protect_operators(c) -> None:
-    """Let nobody put another implementation under PyTorch's own operators, with which the judge moves data.
-
-    c: torch._C. A kernel may register operators of its own, in a namespace of its own.
-    """
-    original = c._dispatch_library
-
-    def dispatch_library(kind, namespace, *rest):
-        if namespace in ("aten", "prims", "prim", "_"):
-            raise PermissionError(f"kernel.py may not change operators of the namespace {namespace!r}")
-        return original(kind, namespace, *rest)
-
-    c._dispatch_library = dispatch_library
-
-
 def prepare_interpreter() -> None:
     """Make Triton's interpreter do what hardware does, and autotuned kernels run in it.
 

@@ -37,6 +37,7 @@ import sys
 import time
 import traceback
 from functools import partial
+from itertools import pairwise
 from operator import gt
 from pathlib import Path
 from sys import _getframe as getframe
@@ -69,6 +70,10 @@ def serve(sock: socket.socket, memory: int, box: list):
     os.set_inheritable(sock.fileno(), False)
     import torch
 
+    if importlib.util.find_spec("tqdm"):  # torch.compile shows its progress with it, and leaves its thread behind
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # the context costs a second: now, while the judge is starting too
     receive, send = channel(sock)
@@ -142,6 +147,7 @@ def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
     self.enable, self.collect = gc.enable, gc.collect
     base, self.tensor_type, self.strided = torch._C.TensorBase, torch.Tensor, torch.strided
     self.copy_, self.equal, self.xor = base.copy_, torch.equal, torch.bitwise_xor
+    self.fill_ = torch._C.StorageBase.fill_
     self.as_strided, self.view, self.cut, self.finite = torch.as_strided, base.view, base.narrow, base.nan_to_num
     self.dtypes = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
     self.use_count = torch._C._storage_Use_Count
@@ -312,7 +318,12 @@ def value_of(getter) -> object:
 
 def facts_of(tensor) -> tuple:
     """What a tensor is besides its values."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, len(tensor.__dict__)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, attributes_of(tensor)
+
+
+def attributes_of(tensor) -> list[str]:
+    """Names that were hung on a tensor; torch.compile keeps notes on the ones that it has seen."""
+    return sorted(name for name in map(str, tensor.__dict__) if not name.startswith("_dynamo_"))
 
 
 def holders(self, tensor) -> list[int]:
@@ -337,8 +348,7 @@ def outside(self, *steps):
     Finalisers of what earlier calls left come first, the steps of `watch` last. Raises LeftBehind, or the exception
     of the first step that raised one.
     """
-    after = self.after()
-    yield map(self.invoke, (self.kept.clear, self.enable, *steps, *after))
+    yield map(self.invoke, (self.kept.clear, self.enable, *steps, *self.after()))
     results, rest = self.box[2 : 2 + len(steps)], self.box[2 + len(steps) :]
     del self.box[:]
     if left := self.left_behind(rest) + self.seen:
@@ -361,7 +371,8 @@ def load(self, request: dict):
         self.function, self.changed = baseline(self, request), list
     else:
         self.changed = changed_in(watched(self.torch), new_too=False)
-        self.exposed.protect_operators(self.torch._C)
+        self.operators = operators_of(self.torch._C._dispatch_dump)
+        self.operators_before = self.operators()
         self.seen = hide()
         module = yield from import_kernel(self, Path(request["path"]))
         (self.function,) = yield from outside(self, step(self, getattr, module, "kernel_fn", None))
@@ -405,9 +416,23 @@ def watched(torch) -> dict:
     }  # fmt: skip
 
 
+def operators_of(dump):
+    """A function that says what implements the operators which move the judge's data here."""
+    names = ["copy_", "bitwise_xor.Scalar_out", "equal", "as_strided", "view", "narrow", "sum.IntList_out"]
+    names += ["fill_.Scalar", "nan_to_num"]
+    keys = ("CPU", "CUDA", "Composite", "Autograd", "ADInplaceOrView", "BackendSelect")
+
+    def operators() -> dict[str, list[str]]:
+        return {n: [line for line in dump(f"aten::{n}").splitlines() if line.startswith(keys)] for n in names}
+
+    return operators
+
+
 def replaced(self, request: dict) -> dict:
-    """Names of well-known functions that the kernel replaced for the whole process."""
-    return {"changed": self.changed()[:20]}
+    """Names of well-known functions and operators that the kernel replaced for the whole process."""
+    now = self.operators()
+    changed = [f"aten::{name}" for name, before in self.operators_before.items() if now[name] != before]
+    return {"changed": (changed + self.changed())[:20]}
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
@@ -454,41 +479,31 @@ def call(self, request: dict):
         if any(map(gt, holders(self, out), self.unheld)):
             reply["left"].append("a reference to its output, a buffer that the next calls overwrite")
     reply["out"] = describe(self, out)
-    release(self, out, request["poison"])
+    remember(self, out)
     return reply
 
 
 def timed_gpu(self, bring, output, job, request):
-    first, flushing, start, end, done = self.events
-    stream, record = self.stream, self.record
+    first, flushing, start, end, done = (partial(self.record, event, self.stream) for event in self.events)
     self.reset_peak()
-    record(first, stream)
-    self.sleep(request["wait_cycles"])
-    bring()
-    record(flushing, stream)
-    self.sum(self.flush, 0, out=self.flushed)
-    mark = step(self, record, start, stream), step(self, record, end, stream)
-    _, began, out, ended, _ = yield from outside(self, mark[0], self.clock, job, self.clock, mark[1])
-    hand_over(self, out, output)
-    self.synchronize()
-    record(done, stream)
-    self.synchronize()
-    self.read_set_aside()
+    flush = partial(self.sum, self.flush, 0, out=self.flushed)
+    ahead = first, partial(self.sleep, request["wait_cycles"]), bring, flushing, flush
+    *_, began, out, ended, _ = yield from outside(self, *ahead, start, self.clock, job, self.clock, end)
+    between = self.synchronize, done, self.synchronize, self.read_set_aside
+    late = yield from leave(self, out, output, request["poison"], *between)
     if self.set_aside.value:
         raise LeftBehind("a part of L2 set aside, which no flush reaches")
-    marks = {"before_s": (first, flushing), "flush_s": (flushing, start)}
-    marks |= {"device_s": (start, end), "after_s": (end, done)}
+    marks = dict(zip(("before_s", "flush_s", "device_s", "after_s"), pairwise(self.events), strict=True))
     times = {name: self.elapsed(*pair) / 1e3 for name, pair in marks.items()}
     peak = self.memory_stats()["allocated_bytes"]["all"]["peak"] - self.flush.numel() * 4
-    return out, times | {"host_s": ended - began, "late": late(self, out, output), "peak_bytes": peak}
+    return out, times | {"host_s": ended - began, "late": late, "peak_bytes": peak}
 
 
 def timed_cpu(self, bring, output, job, request):
-    bring()
-    began, out, ended = yield from outside(self, self.clock, job, self.clock)
-    hand_over(self, out, output)
+    *_, began, out, ended = yield from outside(self, bring, self.clock, job, self.clock)
+    late = yield from leave(self, out, output, request["poison"])
     times = {"before_s": 0.0, "flush_s": 0.0, "device_s": ended - began, "after_s": 0.0, "host_s": ended - began}
-    return out, times | {"late": late(self, out, output), "peak_bytes": 0}
+    return out, times | {"late": late, "peak_bytes": 0}
 
 
 def matches(self, out, output) -> bool:
@@ -496,17 +511,23 @@ def matches(self, out, output) -> bool:
     return same and out.device == output.device and out.layout == self.strided
 
 
-def hand_over(self, out, output) -> None:
-    """Copy the result where the judge reads it, on the stream, at once; a wrong one is left to the judge."""
-    if matches(self, out, output):
-        self.copy_(output, out)
+def leave(self, out, output, poison: int, *between):
+    """Copy the result where the judge reads it, on the stream, at once; a wrong one is left to the judge.
 
-
-def late(self, out, output) -> bool:
-    """Whether the result changed after it was handed over. NaNs are unequal to themselves: look again without."""
-    if not matches(self, out, output) or self.equal(out, output):
+    Returns whether it changed afterwards. Fills the output before with noise: so what torch.empty hands to the kernel
+    next never holds an earlier answer.
+    """
+    fits, old = matches(self, out, output), self.last.get("out")
+    steps = [partial(self.copy_, output, out)] * fits + [*between] + [partial(self.equal, out, output)] * fits
+    if type(old) is self.tensor_type and old.layout == self.strided and old.numel():
+        steps.append(partial(self.fill_, old.untyped_storage(), poison))
+    results = yield from outside(self, *steps)
+    if not fits or results[1 + len(between)]:
         return False
-    return not self.equal(self.finite(out), self.finite(output))
+    # NaNs are unequal to themselves: look again without
+    finite = yield from outside(self, partial(self.finite, out), partial(self.finite, output))
+    (equal,) = yield from outside(self, partial(self.equal, *finite))
+    return not equal
 
 
 def describe(self, out) -> dict:
@@ -524,23 +545,16 @@ def describe(self, out) -> dict:
         "strides": list(out.stride()) if storage else None,
         "device": out.device.type,
         "layout": str(out.layout),
-        "attributes": sorted(map(str, out.__dict__)),
+        "attributes": attributes_of(out),
         "requires_grad": out.requires_grad,
         "aliases_input": bool(low < arena + self.arena.numel() and arena < high and high > low),
         "aliases_previous": bool(last is not None and low < high and low < last[1] and last[0] < high),
     }
 
 
-def release(self, out, poison: int) -> None:
-    """Keep this output until after the next call; fill the one before with noise, to be freed in `outside`.
-
-    So what torch.empty hands to the kernel next never holds an earlier answer.
-    """
-    self.kept.update(self.last)
-    old = self.last.get("out")
-    if type(old) is self.tensor_type and old.layout == self.strided and old.numel():
-        old.untyped_storage().fill_(poison)
-    self.last = {"out": out}
+def remember(self, out) -> None:
+    """Keep this output until after the next call; the one before will be freed in `outside`."""
+    self.kept, self.last = self.last, {"out": out}
     if type(out) is self.tensor_type and out.layout == self.strided:
         storage = out.untyped_storage()
         # read before the handle is kept: a resized storage would move
@@ -564,7 +578,7 @@ def launch(self, request: dict):
 def audit(self, request: dict):
     """One more call, watched: which PyTorch operators it runs, and the names of the device's kernels."""
     inputs, bring = arguments(self, request)
-    bring()
+    yield from outside(self, bring)
     # torch.profiler and TorchDispatchMode import all of torch._dynamo, which takes seconds; this does not
     profiler = self.torch.autograd.profiler.profile(use_device="cuda" if self.on_gpu else None, use_kineto=True)
     with profiler as seen:
@@ -581,7 +595,7 @@ def profile(self, request: dict):
     from torch.profiler import ProfilerActivity, profile
 
     inputs, bring = arguments(self, request)
-    bring()
+    yield from outside(self, bring)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_gpu
     with profile(activities=activities) as profiler:
         yield from outside(self, *[step(self, self.function, **inputs, **request["scalars"])] * 5)
@@ -599,9 +613,8 @@ def profile(self, request: dict):
 def count(self, request: dict):
     """One warm and one profiled call, for Nsight Compute around this process."""
     inputs, bring = arguments(self, request)
-    bring()
     job = step(self, self.function, **inputs, **request["scalars"])
-    yield from outside(self, job)
+    yield from outside(self, bring, job)
     self.synchronize()
     self.torch.cuda.cudart().cudaProfilerStart()
     yield from outside(self, job)

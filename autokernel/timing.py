@@ -30,6 +30,7 @@ CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's ch
 # on an H200 honest kernels were seen at -250 to +220 us
 CPU_CLOCK_SLACK_S = 3e-3
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
+REPLACED = "kernel.py replaced {} for the whole process"
 OUTSIDE = "that the child's does not: work outside the timed window"
 BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process over without it
 
@@ -138,8 +139,8 @@ def time_case(
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
     plan = [*range(repetitions), *_hard(bench, case, slow)]
     random.SystemRandom().shuffle(plan)
-    answered = bench.draw(case, layout)
-    for step in plan:
+    answered, looks = bench.draw(case, layout), random.SystemRandom().sample(range(len(plan)), 2)
+    for turn, step in enumerate(plan):
         timed = not isinstance(step, Case)
         asked = case if timed else step
         private = bench.draw(asked, layout)
@@ -154,6 +155,9 @@ def time_case(
                 if timing.invalid:
                     return timing
         answered = private
+        if turn in looks and (replaced := workers["candidate"].replaced()):
+            timing.invalid = REPLACED.format(", ".join(replaced)[:300])
+            return timing
     if bench.on_gpu:
         timing.launch_seconds = workers["candidate"].launch_seconds(layout, case.scalars, limits.call)
     else:
@@ -267,7 +271,7 @@ def foul_play(bench: Bench, timings: list[Timing], workers: dict[str, Worker], l
     if moved := [name for name, worker in workers.items() if worker.child.rescheduled()]:
         return f"priority or processors of {', '.join(moved)} were changed"
     if replaced := candidate.replaced():
-        return f"kernel.py replaced {', '.join(replaced)[:300]}"
+        return REPLACED.format(", ".join(replaced)[:300])
     if companions := candidate.child.companions():
         return f"kernel.py left {len(companions)} processes running"
     busy, wakes = candidate.idle_activity()
