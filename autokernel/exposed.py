@@ -16,8 +16,8 @@ def outcome(function, args, kwargs):
 def prepare_interpreter() -> None:
     """Make Triton's interpreter do what hardware does, and autotuned kernels run in it.
 
-    It truncates float32 to bfloat16, hardware rounds to nearest. Autotuning finds nothing to time: the first
-    configuration is taken.
+    It truncates float32 to bfloat16, hardware rounds to nearest. Its scalars are arrays of one element, which newer
+    numpy does not take for an integer. Autotuning finds nothing to time: the first configuration is taken.
     """
     import numpy
     import torch
@@ -32,5 +32,12 @@ def prepare_interpreter() -> None:
             return values.to(torch.bfloat16).view(torch.int16).numpy().view(numpy.uint16)
         return original(data, input_dtype, output_dtype, rounding_mode)
 
+    make_tensor = interpreter._patch_lang_tensor
+
+    def make_tensor_with_index(tensor, scope):
+        make_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     interpreter._convert_float = convert
+    interpreter._patch_lang_tensor = make_tensor_with_index
     autotuner.Autotuner._bench = lambda self, *args, config, **options: [0.0, 0.0, 0.0]

@@ -24,6 +24,7 @@ __builtins__ = dict(vars(builtins))  # the functions below look names up here, w
 # ruff: noqa: E402
 import _signal
 import _thread
+import contextlib
 import ctypes
 import gc
 import importlib.util
@@ -37,7 +38,7 @@ import sys
 import time
 import traceback
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from operator import gt
 from pathlib import Path
 from sys import _getframe as getframe
@@ -139,10 +140,11 @@ def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
     self = SimpleNamespace(torch=torch, box=box, function=None, last={}, kept={}, inputs={}, seen=[])
     self.device = torch.device(request["device"])
     self.on_gpu = self.device.type == "cuda"
-    self.exposed = sibling("exposed")
+    exposed = sibling("exposed")
+    self.outcome, self.Failure = exposed.outcome, exposed.Failure
     self.arena = open_arena(self, request["arena"], memory)
     if not self.on_gpu and importlib.util.find_spec("triton"):
-        self.exposed.prepare_interpreter()
+        exposed.prepare_interpreter()
     self.clock, self.invoke = time.perf_counter, operator.methodcaller("__call__")
     self.enable, self.collect = gc.enable, gc.collect
     base, self.tensor_type, self.strided = torch._C.TensorBase, torch.Tensor, torch.strided
@@ -150,13 +152,17 @@ def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
     self.fill_ = torch._C.StorageBase.fill_
     self.as_strided, self.view, self.cut, self.finite = torch.as_strided, base.view, base.narrow, base.nan_to_num
     self.dtypes = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-    self.use_count = torch._C._storage_Use_Count
+    self.use_count, self.keys = torch._C._storage_Use_Count, torch._C._dispatch_keys
+    with torch.inference_mode():
+        made_there = torch.empty(1, device=self.device)
+    # wrapped, lazily negated or functional tensors have the type of a plain one and other keys
+    self.plain = {str(self.keys(t)) for t in (made_there, torch.empty(1, device=self.device))}
     settings = settings_of(torch)
     if self.on_gpu:
         set_up_gpu(self, request["flush_bytes"])
         settings["another current stream"] = self.current_stream
     self.unheld = unheld(self)
-    self.after, self.left_behind = watch(self.exposed, torch, settings)
+    self.after, self.left_behind = watch(torch, settings)
     return self
 
 
@@ -207,7 +213,8 @@ def hide() -> list[str]:
 
     def guard(event, args):
         if event == "sys.addaudithook":
-            raise PermissionError("kernel.py may not add an audit hook")
+            append(seen, "an audit hook")
+            raise PermissionError  # so it is not added
         if event == "gc.get_objects" or event == "gc.get_referrers":
             freeze()
         elif event not in frames or asking or (event == "object.__getattr__" and args[1] != "tb_frame"):
@@ -242,18 +249,20 @@ def settings_of(torch) -> dict:
         "torch.autocast": torch.is_autocast_enabled,
         "torch.set_flush_denormal": partial(operator.mul, 5e-324, 1.0),
         "torch.use_deterministic_algorithms": c._get_deterministic_algorithms,
-        "torch.set_float32_matmul_precision": c._get_float32_matmul_precision,
-        "torch.backends.cuda.matmul.allow_tf32": c._get_cublas_allow_tf32,
-        "torch.backends.cudnn.allow_tf32": c._get_cudnn_allow_tf32,
         "torch.backends.cudnn.benchmark": c._get_cudnn_benchmark,
     }
     for kind in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
         if getter := getattr(c, f"_get_cublas_allow_{kind}", None):
             found[f"torch.backends.cuda.matmul.allow_{kind}"] = getter
+    if precision := getattr(c, "_get_fp32_precision_getter", None):
+        for place in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")):
+            found[f"float32 precision of {' '.join(place)} (allow_tf32)"] = partial(precision, *place)
+    else:
+        found["allow_tf32"] = c._get_cublas_allow_tf32
     return found
 
 
-def watch(exposed, torch, settings: dict):
+def watch(torch, settings: dict):
     """(steps in C that follow every call, a function that reads from their results what the call left behind).
 
     The steps look up and take away what would run the kernel's code from ours: hooks, handlers, timers, callbacks.
@@ -261,30 +270,26 @@ def watch(exposed, torch, settings: dict):
     """
     signals = [n for n in range(1, _signal.NSIG) if n not in (9, 19, 32, 33) and _signal.getsignal(n) is not None]
     handlers, threads = [_signal.getsignal(n) for n in signals], _thread._count()
-    look = [partial(exposed.outcome, getter, (), {}) for getter in settings.values()]
-    names, before = list(settings), [value_of(getter) for getter in settings.values()]
-    hooks = [sys.getprofile, sys.gettrace]
+    names, getters = list(settings), list(settings.values())
+    unset = {"none": "ieee"}  # a precision that was never set, and one that was put back
+    before = [unset.get(value, value) for value in (getter() for getter in getters)]
+    tools, events, listen = monitors()
     clear = [partial(sys.setprofile, None), partial(sys.settrace, None), gc.callbacks.clear, gc.disable]
-    if hasattr(sys, "monitoring"):
-        hooks += [partial(sys.monitoring.get_tool, i) for i in range(6)]
-        take_away = [(sys.monitoring.set_events, (i, 0)) for i in range(6)]
-        take_away += [(sys.monitoring.free_tool_id, (i,)) for i in range(6)]
-        clear += [partial(exposed.outcome, function, args, {}) for function, args in take_away]
-    fixed = [partial(_signal.setitimer, 0, 0), _thread._count, partial(list, gc.callbacks), *hooks, *look, *clear]
-    set_handler, Failure = _signal.signal, exposed.Failure
+    look = [partial(_signal.setitimer, 0, 0), _thread._count, partial(list, gc.callbacks), sys.getprofile, sys.gettrace]
+    set_handler, look = _signal.signal, [*look, *getters, *clear]
     changed = changed_in({"torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage})
 
     def after() -> list:
-        return [partial(list, map(set_handler, signals, handlers)), *fixed]
+        signalled = partial(list, map(set_handler, signals, handlers))
+        return [signalled, partial(list, map(listen, tools, events, repeat(None))), *look]
 
     def left_behind(results: list) -> list[str]:
-        found_handlers, timer, running, callbacks = results[:4]
-        hooked = results[4 : 4 + len(hooks)]
-        values = [type(v[0]) if type(v) is Failure else v for v in results[4 + len(hooks) : 4 + len(hooks) + len(look)]]
+        found_handlers, listeners, timer, running, callbacks, *hooks = results[:7]
+        values = [unset.get(value, value) for value in results[7 : 7 + len(names)]]
         found = [name for name, value, old in zip(names, values, before, strict=True) if value != old]
         found += ["a signal handler"] * any(a is not b for a, b in zip(found_handlers, handlers, strict=True))
         found += ["an interval timer"] * (timer != (0.0, 0.0)) + ["a running thread"] * (running != threads)
-        found += ["a profile or trace hook"] * any(hook is not None for hook in hooked)
+        found += ["a profile or trace hook"] * any(hook is not None for hook in (*hooks, *listeners))
         found += ["a callback of the garbage collector"] * bool(len(callbacks))
         return found + [f"another {name}" for name in changed()]
 
@@ -308,12 +313,18 @@ def changed_in(owners: dict, new_too: bool = True):
     return changed
 
 
-def value_of(getter) -> object:
-    """What a getter returns; PyTorch raises where its old and new precision settings were mixed."""
-    try:
-        return getter()
-    except RuntimeError as error:
-        return type(error)
+def monitors() -> tuple:
+    """Tools and events of sys.monitoring (Python 3.12) side by side, and the function that takes callbacks away."""
+    if not hasattr(sys, "monitoring"):
+        return (), (), None
+    listen, single = sys.monitoring.register_callback, lambda n: n and not n & (n - 1)
+    events = [n for n in vars(sys.monitoring.events).values() if isinstance(n, int) and single(n)]
+    pairs = []
+    for pair in ((tool, event) for tool in range(6) for event in events):
+        with contextlib.suppress(ValueError):  # some events have no callback of their own
+            listen(*pair, None)
+            pairs.append(pair)
+    return [tool for tool, _ in pairs], [event for _, event in pairs], listen
 
 
 def facts_of(tensor) -> tuple:
@@ -354,14 +365,14 @@ def outside(self, *steps):
     if left := self.left_behind(rest) + self.seen:
         raise LeftBehind(", ".join(left)[:300])
     for result in results:
-        if type(result) is self.exposed.Failure:
+        if type(result) is self.Failure:
             raise result[0]
     return results
 
 
 def step(self, function, *args, **kwargs):
     """A step that runs Python code, whose exception `outside` raises."""
-    return partial(self.exposed.outcome, function, args, kwargs)
+    return partial(self.outcome, function, args, kwargs)
 
 
 def load(self, request: dict):
@@ -508,7 +519,7 @@ def timed_cpu(self, bring, output, job, request):
 
 def matches(self, out, output) -> bool:
     same = type(out) is self.tensor_type and out.dtype == output.dtype and out.shape == output.shape
-    return same and out.device == output.device and out.layout == self.strided
+    return same and out.device == output.device and out.layout == self.strided and str(self.keys(out)) in self.plain
 
 
 def leave(self, out, output, poison: int, *between):
@@ -544,7 +555,7 @@ def describe(self, out) -> dict:
         "shape": list(out.shape),
         "strides": list(out.stride()) if storage else None,
         "device": out.device.type,
-        "layout": str(out.layout),
+        "layout": str(out.layout) if str(self.keys(out)) in self.plain else str(self.keys(out)),
         "attributes": attributes_of(out),
         "requires_grad": out.requires_grad,
         "aliases_input": bool(low < arena + self.arena.numel() and arena < high and high > low),
