@@ -62,17 +62,18 @@ def tried(row: Row) -> str:
 def about(night: Night, work: Work) -> list[str]:
     """The target, its best kernel and its headroom."""
     plan, best = work.plan or {}, work.best
+    bound = (best.bottleneck if best else plan.get("bound")) or "unknown"
     peak = best.pct_peak_measured or best.pct_peak if best else plan.get("pct_roofline")
     what = "none: measure the starter first"
     if best:
-        what = (f"experiment {best.experiment}, {number(best.latency_us)} us, {number(best.speedup_vs_pytorch, '.2f', 'x')}"
-                f" PyTorch, {number(best.speedup_vs_compile, '.2f', 'x')} torch.compile")  # fmt: skip
+        over = [number(s, ".2f", "x") for s in (best.speedup_vs_pytorch, best.speedup_vs_compile)]
+        what = f"experiment {best.experiment}, {number(best.latency_us)} us, {over[0]} PyTorch, {over[1]} torch.compile"
     return pairs(
         target=f"{work.name}  {plan.get('shape', '')} {plan.get('dtype', '')}".rstrip(),
         where=f"{plan['where']}, {plan.get('calls') or '?'} calls a forward" if plan.get("where") else None,
         share=f"{100 * plan['share']:.1f} % of the model's time, {number(plan.get('ms'))} ms" if plan else None,
         best=what,
-        roofline=f"{number(peak, '.0f', ' %')} reached, bound: {best.bottleneck if best else plan.get('bound') or 'n/a'}",
+        roofline=f"{number(peak, '.0f', ' %')} reached, bound: {bound}",
         model_gain=f"{night.model_gain(work):.1f} % of today's model time lies above its roofline" if plan else None,
         best_file=best_path(work.name if work.plan else "", work.op) if best else None,
         spent=f"{len(work.experiments)} experiments, {work.wins} kept, {work.hours:.1f} h",
@@ -124,7 +125,7 @@ def recorded(row: Row, night: Night, remarks: list[str]) -> str:
     work = next(w for w in night.works if any(r.experiment == row.experiment for r in w.rows))
     best, state = work.best, "kept: kernel.py is the best kernel now"
     if row.decision == "revert":
-        state = f"kernel.py is experiment {best.experiment}'s again" if best else "no best yet: kernel.py stays as it is"
+        state = f"kernel.py is experiment {best.experiment}'s again" if best else "no best yet, kernel.py stays"
         state += f"; the attempt lies in {workspace() / 'experiments' / str(row.experiment)}"
     verb, target, why = night.choose()
     again = "edit kernel.py, uv run bench.py, uv run orchestrate.py record -m 'what was tried'"

@@ -31,7 +31,7 @@ class Repo:
 
     @classmethod
     def here(cls) -> Repo:
-        """Raises GitError: no git, no repository, no commit yet, a repository that begins in another folder."""
+        """Raises GitError: no git, no repository, a repository that begins in another folder."""
         repo = cls(repo_root())
         rc, top = repo.run("rev-parse", "--show-toplevel")
         if rc:
@@ -39,8 +39,6 @@ class Repo:
                            "git init && git add -A && git commit -m 'AutoKernel'")  # fmt: skip
         if Path(top.strip()).resolve() != repo.root.resolve():
             raise GitError(f"{repo.root} lies inside another repository ({top.strip()}); clone AutoKernel by itself")
-        if repo.run("rev-parse", "--verify", "-q", "HEAD")[0]:
-            raise GitError("the repository has no commit yet; make one with: git add -A && git commit -m 'AutoKernel'")
         return repo
 
     def run(self, *arguments: str) -> tuple[int, str]:
@@ -62,7 +60,7 @@ class Repo:
             return done.returncode, done.stdout if not done.returncode else done.stderr + done.stdout
 
     def tag(self) -> str:
-        """The run's tag, from the branch. Raises GitError on a detached HEAD, another branch, an unfinished merge."""
+        """The run's tag, from the branch. Raises GitError on a detached HEAD, another branch."""
         rc, branch = self.run("symbolic-ref", "-q", "--short", "HEAD")
         if rc:
             raise GitError("HEAD is detached: nothing was changed; go to the run's branch with: "
@@ -70,9 +68,6 @@ class Repo:
         if not branch.startswith(PREFIX):
             raise GitError(f"on branch {branch.strip()}, not on an autokernel/<tag>: nothing was changed; "
                            "start with: uv run orchestrate.py start <tag>")  # fmt: skip
-        for name in ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD"):
-            if self.run("rev-parse", "-q", "--verify", name)[0] == 0:
-                raise GitError(f"git is in the middle of something ({name}): finish or abort it first, see: git status")
         return branch.strip().removeprefix(PREFIX)
 
     def start(self, tag: str) -> str:
@@ -80,6 +75,8 @@ class Repo:
         branch = PREFIX + tag
         if self.run("check-ref-format", "--branch", branch)[0]:
             raise GitError(f"{tag!r} cannot be part of a branch name; use letters, digits and dashes")
+        if self.run("rev-parse", "--verify", "-q", "HEAD")[0]:
+            raise GitError("the repository has no commit yet; make one with: git add -A && git commit -m 'AutoKernel'")
         if self.run("var", "GIT_COMMITTER_IDENT")[0]:
             raise GitError("git does not know who commits: nothing was changed; tell it with: "
                            "git config user.name NAME && git config user.email EMAIL")  # fmt: skip

@@ -70,10 +70,7 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     if v["source_sha256"] != hashlib.sha256(source).hexdigest():
         raise NightError(f"kernel.py is not the source that was measured last; {again}")
     if work is None:
-        last = next((r.kernel_type for r in reversed(night.rows) if r.kernel_type), "")
-        if not last:
-            raise NightError('kernel.py has no KERNEL_TYPE; write e.g. KERNEL_TYPE = "rmsnorm" and measure it again')
-        work = night.find(last)
+        raise NightError('kernel.py has no KERNEL_TYPE; write e.g. KERNEL_TYPE = "rmsnorm" and measure it again')
     if (v.get("target") or "") != (work.name if work.plan else ""):
         raise NightError(f"the last run was for target {v.get('target') or '(none)'}, now it is {work.name}; {again}")
     if v["outcome"] != "PASS":
@@ -108,7 +105,7 @@ def _judged(run: RunRecord, source: bytes, work: Work, best: bytes | None, night
         duration_s=duration(run, night.rows, night.rules),
         **({"size": work.size, "dtype": work.plan["dtype"]} if work.plan else {}),  # the plan's, failures included
     )  # fmt: skip
-    return row, [f"the same source as experiment {same[-1]}"] * bool(same)
+    return row, [f"the same source as experiment {number}" for number in same[-1:]]
 
 
 def _committed(row: Row, repo: Repo, source: bytes, rows: int) -> tuple[Row, str]:
@@ -131,7 +128,7 @@ def _source_of(ledger: Ledger, repo: Repo, row: Row) -> bytes:
         if data is not None and hashlib.sha256(data).hexdigest() == row.source_sha256:
             return data
     raise RecordError(f"the best kernel, experiment {row.experiment}, is neither in {path} nor in commit "
-                      f"{row.commit or '?'}; begin anew: uv run orchestrate.py reset {row.target or row.kernel_type}")  # fmt: skip
+                      f"{row.commit or '?'}; begin anew: uv run orchestrate.py reset {row.target or row.kernel_type}")
 
 
 def sync(ledger: Ledger, repo: Repo, night: Night) -> None:

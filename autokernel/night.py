@@ -205,7 +205,8 @@ class Night:
         pointer = workspace() / "active"
         active = pointer.read_text().strip() if pointer.exists() else ""
         current = next((w for w in works if w.name == active and w.plan), None)
-        if current is None and (op := operator_of(kernel_bytes())):
+        typed = next((r.kernel_type for r in reversed(rows) if not r.target), "")  # where kernel.py is no longer Python
+        if current is None and (op := operator_of(kernel_bytes()) or typed):
             current = next((w for w in works if w.name == op and not w.plan), None)
             if current is None:
                 works.append(current := Work(op, op))

@@ -36,8 +36,8 @@ def write(night: Night) -> str:
         atomic_write(folder / f"{name}.png", data)
     atomic_write(folder / "report.md", "\n\n".join(_markdown(b) for b in blocks).encode() + b"\n")
     body = "\n".join(_html(b) for b in blocks)
-    page = f"<!doctype html><meta charset=utf-8><title>AutoKernel: {html.escape(night.tag)}</title><style>{STYLE}</style>"
-    atomic_write(folder / "report.html", f"{page}\n{body}\n".encode())
+    head = f"<!doctype html><meta charset=utf-8><title>AutoKernel: {html.escape(night.tag)}</title>"
+    atomic_write(folder / "report.html", f"{head}<style>{STYLE}</style>\n{body}\n".encode())
     return "\n".join(f"written: {folder / name}" for name in ("report.html", "report.md", "progress.png"))
 
 
@@ -49,7 +49,8 @@ def _result() -> list[Block]:
     path = workspace() / "verify.json"
     try:
         values = json.loads(path.read_text())
-        text = values.get("headline") or ", ".join(f"{k} {v}" for k, v in values.items() if not isinstance(v, (dict, list)))
+        plain = {k: v for k, v in values.items() if not isinstance(v, (dict, list))}
+        text = values.get("headline") or ", ".join(f"{k} {v}" for k, v in plain.items())
     except (OSError, ValueError, AttributeError):
         text = "Not measured yet. Speedups below are of single kernels; run uv run verify.py for the model's own."
     return [("title2", "The model, end to end"), ("text", text)]
@@ -64,8 +65,7 @@ def _summary(night: Night) -> list[Block]:
     beat = workspace() / "heartbeat.json"
     cost = json.loads(beat.read_text()).get("cost") if beat.exists() else 0
     text += f" The agent's last run cost {cost:.2f}." if cost else ""
-    table = [["target", "where", "share", "best", "us", "vs PyTorch", "vs torch.compile", "roofline", "kept", "tried", "h",
-              "state"]]  # fmt: skip
+    table = ["target where share best us vs_PyTorch vs_compile roofline kept tried h state".split()]
     for w in (w for w in night.works if w.plan or w.experiments):
         best, plan = w.best, w.plan or {}
         table.append([
@@ -136,7 +136,8 @@ def _roofline(work: Work) -> bytes | None:
     for row in (r for r in work.experiments if r.correctness == "PASS"):
         path = Ledger().attempt(row.experiment or 0) / "record.json"
         v = json.loads(path.read_text()) if path.exists() else {}
-        known = ("throughput_tflops", "bandwidth_gb_s", "arithmetic_intensity", "pct_peak_compute", "pct_peak_bandwidth")
+        known = ("throughput_tflops", "bandwidth_gb_s", "arithmetic_intensity", "pct_peak_compute",
+                 "pct_peak_bandwidth")  # fmt: skip
         if all(v.get(k) for k in known):
             points.append((row, *(v[k] for k in known)))
     if not points:
@@ -150,7 +151,8 @@ def _roofline(work: Work) -> bytes | None:
     axes.scatter([p[3] for p in points], [p[1] for p in points], c=shades, cmap="viridis", s=22)
     best = next((p for p in reversed(points) if p[0].decision in KEPT), None)
     if best:
-        axes.scatter([best[3]], [best[1]], s=140, facecolors="none", edgecolors="tab:red", label=f"best: #{best[0].experiment}")
+        label = f"best: #{best[0].experiment}"
+        axes.scatter([best[3]], [best[1]], s=140, facecolors="none", edgecolors="tab:red", label=label)
         axes.legend()
     axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"{work.name} (late experiments are yellow)")
     return _png(figure)
