@@ -1,10 +1,9 @@
 """Softmax along any dimension, CUDA C++: one pass over memory, rows of any width.
 
-A row is read once, in 16-byte accesses, and stays in registers between the reduction and the store: 2 bytes moved per
-fp16 element and direction, the least there is. Up to a warp takes a narrow row, a block of up to MAX_THREADS threads a
-row of up to 16,384 fp16 values; a wider row is split over a cluster of blocks that exchange their partial (max, sum)
-through distributed shared memory, so a vocabulary of 151,936 is still read once. Only rows beyond the registers of a
-full cluster (262,144 fp16 values) are read twice, the second time mostly from L2.
+A row is read once, in 16-byte accesses, and stays on the chip between the reduction and the store: 2 bytes moved per
+fp16 element and direction, the least there is. A warp or less takes a narrow row and a block a row of up to 16,384 fp16
+values, in registers; a wider row waits in shared memory, of one block up to SHARED_KB, then of a cluster of blocks that
+exchange their partial (max, sum). Only rows beyond the shared memory of a full cluster, 900,000 values, are read twice.
 """
 
 from functools import lru_cache
@@ -17,48 +16,48 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "softmax"
 BACKEND = "cuda"
 
-# VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
-# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each;
-# COL_WARPS: warps that share the reduced dimension when it is not the last one.
-CONFIG = {"VECS": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "NARROW_THREADS": 128, "COL_WARPS": 16}
+# VECS: 16-byte vectors that a thread holds in registers; MAX_THREADS: a block; SHARED_KB: of a row in a block's shared
+# memory before more blocks share it (two blocks fit a multiprocessor: one loads while the other computes; 0: registers
+# only); MAX_CLUSTER: blocks a row (1, 2, 4, 8); FILL: wide rows are shared while there are fewer blocks; COL_WARPS:
+# warps that share the reduced dimension when it is not the last one.
+CONFIG = {"VECS": 4, "MAX_THREADS": 512, "SHARED_KB": 108, "MAX_CLUSTER": 8, "FILL": 264, "COL_WARPS": 16}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cstdint>
 #include <type_traits>
 
 constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
-constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr float LOWEST = -3.402823466e38f;          // below or equal to any finite value
+constexpr int SHARED = -1;                          // instead of a number of registers, see Row
 
 // ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
 
+// Evict-first, in L1 and L2: x is read once, and what is read or written again keeps its place.
 template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
+    return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
-// registers.
-template <typename V> __device__ V fresh(V v) {
-    uint4& raw = reinterpret_cast<uint4&>(v);
-    asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
-    return v;
-}
-
-// The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
-// after the last 16-byte boundary (rows of an odd width start anywhere). KEEP == 0: nothing is kept, each visit loads.
-template <typename T, int KEEP> struct Row {
+// The part of one row that one thread owns: vectors, and one of the few elements before the first or after the last
+// 16-byte boundary (rows of an odd width start anywhere; ALIGNED: there are none, which saves registers). KEEP vectors
+// are kept in registers; KEEP == SHARED: any number in shared memory, copied there asynchronously, each thread its own,
+// so that no barrier is needed; KEEP == 0: nothing is kept, each visit loads.
+template <typename T, int KEEP, bool ALIGNED> struct Row {
     using Index = std::conditional_t<KEEP == 0, long long, int>;
+    static constexpr int GROUPS = 4;                // of copies: the first visit starts when a quarter has arrived
     const T* x;
-    Index first, n_vectors, edges, me, threads;     // first: elements before the first 16-byte boundary
-    Vec<T, LANES<T>> kept[KEEP == 0 ? 1 : KEEP];
+    Index first, n_vectors, edges, me, threads, group_size;      // first: elements before the first 16-byte boundary
+    Vec<T, LANES<T>> kept[KEEP > 0 ? KEEP : 1];
     Vec<T, 1> edge;
 
     __device__ Row(const T* row, long long n_cols, int me, int threads) : x(row), me(me), threads(threads) {
-        const long long before = (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
+        const long long before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
         first = before < n_cols ? before : n_cols;
         n_vectors = (n_cols - first) / LANES<T>;
         edges = n_cols - n_vectors * LANES<T>;
@@ -66,36 +65,53 @@ template <typename T, int KEEP> struct Row {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)          // all loads are issued before the first is used
                 if (me + i * threads < n_vectors) kept[i] = load_vector(x + first + (me + i * threads) * LANES<T>);
+        } else if constexpr (KEEP == SHARED) {
+            group_size = (n_vectors + GROUPS * threads - 1) / (GROUPS * threads);
+            for (int i = 0; i < GROUPS * group_size; i++) {
+                const Index v = me + i * threads;
+                if (v < n_vectors) __pipeline_memcpy_async(slot(i), x + first + v * LANES<T>, 16);
+                if ((i + 1) % group_size == 0) __pipeline_commit();
+            }
         }
-        if (me < edges) edge.x[0] = x[edge_column()];
+        if (!ALIGNED && me < edges) edge.x[0] = x[edge_column()];
     }
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
+
+    __device__ Vec<T, LANES<T>>* slot(int i) const {
+        extern __shared__ uint4 shared_row[];
+        return reinterpret_cast<Vec<T, LANES<T>>*>(shared_row + i * blockDim.x + threadIdx.x);
+    }
 
     template <typename F> __device__ void visit(F f) const {     // f(column, Vec of 16 bytes or of 1 element)
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
-                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
+                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
+        } else if constexpr (KEEP == SHARED) {
+            for (int group = 0, i = 0; group < GROUPS; group++) {
+                __pipeline_wait_prior(GROUPS - 1 - group);       // at once, from the second visit on
+                for (const int end = i + group_size; i < end; i++)
+                    if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, *slot(i));
+            }
         } else {
-            #pragma unroll 1
             for (Index v = me; v < n_vectors; v += threads)
                 f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
         }
-        if (me < edges) f(edge_column(), edge);
+        if (!ALIGNED && me < edges) f(edge_column(), edge);
     }
 };
 
-template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
+template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    if (N * sizeof(T) == 16 && (reinterpret_cast<uintptr_t>(out) & 15) == 0) {
+    if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
-    } else {                                        // x is a view whose rows are aligned differently from out's
-        #pragma unroll
-        for (int i = 0; i < N; i++) out[i] = packed.x[i];
+        return;
     }
+    #pragma unroll                                  // x is a view whose rows are aligned differently from out's
+    for (int i = 0; i < N; i++) out[i] = packed.x[i];
 }
 
 // ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
@@ -124,29 +140,26 @@ template <typename T> __device__ float exponential(float x) {
     return y;
 }
 
-// exp(m - top), 1 where both are -inf: the factor that brings a sum taken relative to m to one relative to top.
-template <typename T> __device__ float rescale(float m, float top) { return m == top ? 1.f : exponential<T>(m - top); }
-
+// Starts below every value, at no infinity: m - m is 0 even where all values are -inf.
 struct MaxSum {
-    float m, sum;
+    float m = LOWEST, sum = 0.f;
+
     template <typename T> __device__ void merge(MaxSum other) {
         const float top = fmaxf(m, other.m);
-        sum = sum * rescale<T>(m, top) + other.sum * rescale<T>(other.m, top);
+        sum = sum * exponential<T>(m - top) + other.sum * exponential<T>(other.m - top);
+        m = top;
+    }
+
+    template <typename T, typename E, int N> __device__ void add(const E (&x)[N]) {
+        float top = m, part = 0.f;
+        #pragma unroll
+        for (int i = 0; i < N; i++) top = fmaxf(top, static_cast<float>(x[i]));
+        #pragma unroll
+        for (int i = 0; i < N; i++) part += exponential<T>(static_cast<float>(x[i]) - top);
+        sum = sum * exponential<T>(m - top) + part;
         m = top;
     }
 };
-__device__ MaxSum nothing() { return {NEG_INF, 0.f}; }
-
-// Of N values at once. Relative to 0 where all are -inf: their exp is 0 then, and a NaN still spreads.
-template <typename T, typename E, int N> __device__ MaxSum max_sum(const E (&x)[N]) {
-    MaxSum a = nothing();
-    #pragma unroll
-    for (int i = 0; i < N; i++) a.m = fmaxf(a.m, static_cast<float>(x[i]));
-    const float base = a.m == NEG_INF ? 0.f : a.m;
-    #pragma unroll
-    for (int i = 0; i < N; i++) a.sum += exponential<T>(static_cast<float>(x[i]) - base);
-    return a;
-}
 
 // Over the threads of one row within a warp; all of them get the result.
 template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
@@ -155,8 +168,7 @@ template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
     return a;
 }
 
-// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every
-// time.
+// Over the threads of a row: part of a warp, a block, or the blocks of a cluster; in a fixed order.
 template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     __shared__ MaxSum of_warp[32], of_block[8];
     a = warp_reduce<T>(a, min(blockDim.x, 32));
@@ -164,7 +176,7 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) of_warp[threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : nothing(), 32);    // in every warp: no second barrier
+    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : MaxSum(), 32);    // in every warp: no second barrier
     if (cluster > 1) {
         if (threadIdx.x < cluster) *in_block(&of_block[block_rank()], threadIdx.x) = a;
         cluster_arrive(cluster);
@@ -177,28 +189,18 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
+template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
 softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
              int cluster) {
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
     const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
     const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const Row<T, KEEP> mine(x + row * row_stride, n_cols, me, threads);
+    const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
     cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
 
-    MaxSum local = nothing();
-    if constexpr (KEEP > 0) {                       // from registers: the maximum first, then one exp an element
-        mine.visit([&](auto, const auto& v) {
-            for (T e : v.x) local.m = fmaxf(local.m, static_cast<float>(e));
-        });
-        const float base = local.m == NEG_INF ? 0.f : local.m;
-        mine.visit([&](auto, const auto& v) {
-            for (T e : v.x) local.sum += exponential<T>(static_cast<float>(e) - base);
-        });
-    } else {
-        mine.visit([&](auto, const auto& v) { local.merge<T>(max_sum<T>(v.x)); });
-    }
+    MaxSum local;
+    mine.visit([&](auto, const auto& v) { local.add<T>(v.x); });
     const MaxSum total = row_reduce<T>(local, cluster);
     const float scale = 1.f / total.sum;
     T* out_row = out + row * n_cols;
@@ -207,7 +209,7 @@ softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, lon
         float y[N];
         #pragma unroll
         for (int i = 0; i < N; i++) y[i] = exponential<T>(static_cast<float>(v.x[i]) - total.m) * scale;
-        store(out_row + column, y);
+        store<ALIGNED>(out_row + column, y);
     });
 }
 
@@ -222,16 +224,16 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
     const long long step = static_cast<long long>(cluster) * blockDim.y;
     const long long begin = column < inner ? blockIdx.x % cluster * blockDim.y + threadIdx.y : n;
 
-    MaxSum total = nothing();
+    MaxSum total;
     constexpr int BATCH = 8;                        // independent loads in flight a thread
     for (long long r = begin; r < n; r += BATCH * step) {
         float e[BATCH];
         #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const long long at = r + i * step;
-            e[i] = at < n ? static_cast<float>(x[base + at * inner]) : NEG_INF;
+            e[i] = at < n ? static_cast<float>(x[base + at * inner]) : -INFINITY;
         }
-        total.merge<T>(max_sum<T>(e));
+        total.add<T>(e);
     }
     of_warp[threadIdx.y][threadIdx.x] = total;
     __syncthreads();
@@ -256,66 +258,71 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
 // ---- launchers ------------------------------------------------------------------------------------------------------
 
 template <typename... P, typename... A>
-int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cudaStream_t stream, A... args) {
+int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, int shared_bytes, cudaStream_t stream,
+           A... args) {
     if (blocks * cluster > 0x7fffffff) return cudaErrorInvalidConfiguration;
+    if (shared_bytes > 0) {                         // beyond 48 KB only if asked for, and as many blocks as fit
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    }
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = 1, attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks * cluster), config.blockDim = threads, config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = cluster > 1;
+    config.dynamicSmemBytes = shared_bytes, config.attrs = &attribute, config.numAttrs = cluster > 1;
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 template <typename T>
-int softmax(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
+int rows(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out);
+    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
-    while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
-    while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
-    const long long capacity = static_cast<long long>(cluster) * threads * VECS;
-    auto kernel = softmax_rows<T, 0>;
-    if (vectors <= capacity) kernel = softmax_rows<T, VECS>;
-    else if (vectors <= 2 * capacity) kernel = softmax_rows<T, 2 * VECS>;
-    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
+    while (threads < 32 && threads * VECS < vectors) threads *= 2;
+    while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
+    const int down = threads <= 32 ? min(128, MAX_THREADS) / threads : 1;
+    auto fits = [&] { return vectors <= static_cast<long long>(cluster) * threads * VECS; };
+    auto shared_bytes = [&] { return (vectors + cluster * threads - 1) / (cluster * threads) * threads * 16; };
+    auto small = [&] { return SHARED_KB > 0 && shared_bytes() <= SHARED_KB * 1024 && n_rows * cluster >= FILL; };
+    while (cluster < CLUSTER_LIMIT && !fits() && !small()) cluster *= 2;
+
+    int device = 0, limit = 0;
+    cudaGetDevice(&device), cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const bool shared = !fits() && SHARED_KB > 0 && shared_bytes() <= limit - 1024;       // 1 KB: of static arrays
+    auto kernel = shared ? softmax_rows<T, SHARED, false> : softmax_rows<T, 0, false>;
+    if (fits()) kernel = aligned ? softmax_rows<T, VECS, true> : softmax_rows<T, VECS, false>;
+    return launch(kernel, (n_rows + down - 1) / down, dim3(threads, down), cluster, shared ? shared_bytes() : 0, stream,
                   x, out, n_rows, n_cols, row_stride, cluster);
 }
 
 template <typename T>
 int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
-    const int warps = n < COL_WARPS ? n : COL_WARPS;
-    int cluster = 1;
+    int warps = n < COL_WARPS ? n : COL_WARPS, cluster = 1;
     while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
-    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, stream,
+    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, 0, stream,
                   x, out, n, inner, cluster);
 }
 
-extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long n_rows, long long n_cols,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, n_rows, n_cols, row_stride, stream);
-}
-extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long n_rows,
-                            long long n_cols, long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, n_rows, n_cols, row_stride, stream);
-}
-extern "C" int softmax_f32(const float* x /* strided */, float* out, long long n_rows, long long n_cols,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, n_rows, n_cols, row_stride, stream);
+// x is (outer, n, inner), contiguous, or rows that are row_stride apart where inner is 1.
+template <typename T>
+int softmax(const T* x, T* out, long long outer, long long n, long long inner, long long row_stride,
+            cudaStream_t stream) {
+    return inner == 1 ? rows(x, out, outer, n, row_stride, stream) : columns(x, out, outer, n, inner, stream);
 }
 
-extern "C" int columns_f16(const __half* x, __half* out, long long outer, long long n, long long inner,
-                           cudaStream_t stream) {
-    return columns(x, out, outer, n, inner, stream);
+extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long outer, long long n, long long inner,
+                           long long row_stride, cudaStream_t stream) {
+    return softmax(x, out, outer, n, inner, row_stride, stream);
 }
-extern "C" int columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, long long outer, long long n,
-                            long long inner, cudaStream_t stream) {
-    return columns(x, out, outer, n, inner, stream);
+extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long outer, long long n,
+                            long long inner, long long row_stride, cudaStream_t stream) {
+    return softmax(x, out, outer, n, inner, row_stride, stream);
 }
-extern "C" int columns_f32(const float* x, float* out, long long outer, long long n, long long inner,
-                           cudaStream_t stream) {
-    return columns(x, out, outer, n, inner, stream);
+extern "C" int softmax_f32(const float* x /* strided */, float* out, long long outer, long long n, long long inner,
+                           long long row_stride, cudaStream_t stream) {
+    return softmax(x, out, outer, n, inner, row_stride, stream);
 }
 """
 
@@ -334,13 +341,10 @@ def kernel_fn(x, dim=-1):
     if out.numel() == 0:
         return out
     dim %= x.ndim
-    n = x.shape[dim]
-    if dim == x.ndim - 1:
-        rows = x.reshape(-1, n)  # a view where one stride leads from row to row
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        getattr(compiled(), f"softmax_{SUFFIX[x.dtype]}")(rows, out, rows.shape[0], n, rows.stride(0))
-    else:
-        outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
-        getattr(compiled(), f"columns_{SUFFIX[x.dtype]}")(x.contiguous(), out, outer, n, inner)
+    outer, n, inner = prod(x.shape[:dim]), x.shape[dim], prod(x.shape[dim + 1 :])
+    if inner == 1:
+        x = x.reshape(outer, n)  # a view where one stride leads from row to row
+    if inner > 1 or x.stride(1) != 1:
+        x = x.contiguous()
+    getattr(compiled(), f"softmax_{SUFFIX[x.dtype]}")(x, out, outer, n, inner, x.stride(0))
     return out
