@@ -33,20 +33,25 @@ def pairs(**values: Any) -> list[str]:
 # ---- one line per target, one per experiment ------------------------------------------------------------------------
 
 
-def targets(night: Night) -> list[str]:
-    """The table of `plan` and `status`."""
-    rows = [["", "target", "share", "speedup", "roofline", "model gain", "kept", "tried", "hours", "state"]]
+def table(night: Night) -> list[list[str]]:
+    """One row a target, for the terminal and the report; speedup is over the quicker of PyTorch and torch.compile."""
+    rows = [["", "target", "share", "best", "us", "speedup", "roofline", "to gain", "kept", "tried", "hours", "state"]]
     for work in (w for w in night.works if w in night.candidates or w.experiments):
         reason = work.closed(night.rules)[0]
         share = work.plan["share"] if work.plan else None
         roof = work.pct_roofline or (work.plan or {}).get("pct_roofline")
         rows.append([
             "*" if work is night.current else "", work.name, number(share and 100 * share, ".1f", "%"),
+            f"#{work.best.experiment}" if work.best else "none", number(work.best.latency_us if work.best else None),
             number(work.speedup, ".2f", "x"), number(roof, ".0f", "%"),
             number(night.model_gain(work), ".1f", "%") if work.plan else "n/a",
             str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}", reason or "open",
         ])  # fmt: skip
-    return aligned(rows, (0, 1, 9)) if len(rows) > 1 else ["no target yet"]
+    return rows
+
+
+def targets(night: Night) -> list[str]:
+    return aligned(table(night), (0, 1, 11))
 
 
 def tried(row: Row) -> str:

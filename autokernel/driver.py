@@ -57,6 +57,7 @@ class Driver:
         if self.stop_file.exists():
             raise NightError(f"{self.stop_file} is there; remove it, then run again")
         self.folder.mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: the agent is ended too
         try:
             with FileLock(workspace() / "run.lock", timeout=0):
                 self._refuse_orphan()
@@ -65,6 +66,8 @@ class Driver:
                 self.state = self._sessions()
         except Timeout:
             raise NightError(f"another `run` works in {workspace()}; see: uv run orchestrate.py status") from None
+        except KeyboardInterrupt:
+            self.state = "interrupted"
         self._beat(None)
         return self.state
 

@@ -187,8 +187,8 @@ def _starters() -> list[bytes]:
 
 
 def _start_of(ledger: Ledger, repo: Repo, work: Work) -> bytes:
-    if work.best:
-        return _source_of(ledger, repo, work.best)
+    if kept := work.best or work.earlier:
+        return _source_of(ledger, repo, kept)
     if not work.plan and operator_of(kernel_bytes()) == work.op:
         return kernel_bytes()
     own = workspace() / "targets" / work.name / "kernel.py"

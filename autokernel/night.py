@@ -73,6 +73,7 @@ class Work:
     op: str
     plan: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
+    earlier: Row | None = None  # the best kernel of another run, where this one begins
 
     @property
     def size(self) -> str:
@@ -192,8 +193,9 @@ class Night:
     @classmethod
     def read(cls, ledger: Ledger, tag: str) -> Night:
         """Raises NightError for an unreadable plan, RecordError for an unreadable ledger."""
-        rows, plan = [r for r in ledger.rows() if r.tag == tag], read_plan()
+        every, plan = ledger.rows(), read_plan()
         works = [Work(t["name"], t["op"], t) for t in (plan["targets"] if plan else [])]
+        rows = [r for r in every if r.tag == tag]
         for row in rows:
             work = next((w for w in works if (w.name, w.size) == (row.target, row.size) and w.plan), None)
             if work is None:
@@ -210,6 +212,11 @@ class Night:
             current = next((w for w in works if w.name == op and not w.plan), None)
             if current is None:
                 works.append(current := Work(op, op))
+        for work in works:
+            key = (work.op, work.name, work.size) if work.plan else (work.op, "", "")
+            kept = [r for r in every if r.tag != tag and r.decision in KEPT]
+            same = [r for r in kept if (r.kernel_type, r.target, r.size if r.target else "") == key]
+            work.earlier = same[-1] if same and not work.rows else None
         return cls(tag, Rules.read(), rows, plan, works, current)
 
     @property
@@ -299,12 +306,10 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
     if same_code(source, best):
         return "revert", "the code of the best kernel: nothing changed"
     gain = statistics.median_low(-100.0 if g is None else g for g in gains)
-    least = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct
-    # 1.5 times a 95 % interval is three standard errors: equal kernels are taken for better once in 700 times
-    noise = max(values.get("noise_pct") or 0.0, 1.5 * (values.get("gain_spread_pct") or 0.0))
+    least, noise = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct, _noise(values)
     runs = f", the middle of {len(gains)} runs" if len(gains) > 1 else ""
     measured = f"{gain:+.2f} %{runs}"
-    slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, noise)]
+    slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, _noise(s))]
     if slower:
         return "revert", f"{measured}, but slower at {slower[0]['size']} ({slower[0]['paired_gain_pct']:+.1f} %)"
     if gain >= least and gain > noise:
@@ -315,6 +320,11 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
             return "keep", f"equal ({measured}) and shorter: {theirs} to {ours} lines"
         return "revert", f"--simpler, but {ours} lines of code where the best has {theirs}"
     return "revert", f"{measured}: not above the least gain of {least:g} % and the noise of {noise:.2f} %"
+
+
+def _noise(values: Mapping[str, Any]) -> float:
+    """Percent. 1.5 times a 95 % interval is three standard errors: equal kernels seem better once in 700 times."""
+    return max(values.get("noise_pct") or 0.0, 1.5 * (values.get("gain_spread_pct") or 0.0))
 
 
 def same_code(one: bytes, other: bytes) -> bool:

@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from autokernel.digest import number  # noqa: E402
+from autokernel.digest import number, table  # noqa: E402
 from autokernel.night import KEPT, Night, Work  # noqa: E402
 from autokernel.paths import atomic_write, workspace  # noqa: E402
 from autokernel.records import Ledger, now  # noqa: E402
@@ -29,7 +29,7 @@ def write(night: Night) -> str:
     progress = _progress(night)
     blocks = [("title", f"AutoKernel: {night.tag}"), *_result(), *_summary(night), ("picture", ("progress", progress))]
     for work in (w for w in night.works if w.experiments):
-        blocks += _target(work, night)
+        blocks += _target(work)
     folder = workspace()
     atomic_write(folder / "progress.png", progress)
     for _, (name, data) in (b for b in blocks if b[0] == "picture"):
@@ -65,34 +65,24 @@ def _summary(night: Night) -> list[Block]:
     beat = workspace() / "heartbeat.json"
     cost = json.loads(beat.read_text()).get("cost") if beat.exists() else 0
     text += f" The agent's last run cost {cost:.2f}." if cost else ""
-    table = ["target where share best us vs_PyTorch vs_compile roofline kept tried h state".split()]
-    for w in (w for w in night.works if w.plan or w.experiments):
-        best, plan = w.best, w.plan or {}
-        table.append([
-            w.name, plan.get("where", ""), number(100 * plan["share"], ".1f", " %") if plan else "n/a",
-            f"#{best.experiment}" if best else "none", number(best and best.latency_us),
-            number(best and best.speedup_vs_pytorch, ".2f", "x"), number(best and best.speedup_vs_compile, ".2f", "x"),
-            number(w.pct_roofline, ".0f", " %"), str(w.wins), str(len(w.experiments)), f"{w.hours:.1f}",
-            w.closed(night.rules)[0] or "open",
-        ])  # fmt: skip
     devices = sorted({r.device for r in rows if r.device})
     note = [("text", "Without a GPU the times are no measurement.")] if "cpu" in devices else []
-    return [("text", text), *note, ("title2", "Targets"), ("table", table)]
+    return [("text", text), *note, ("title2", "Targets"), ("table", table(night))]
 
 
-def _target(work: Work, night: Night) -> list[Block]:
+def _target(work: Work) -> list[Block]:
     blocks: list[Block] = [("title2", work.name)]
     if picture := _roofline(work):
         blocks.append(("picture", (f"roofline-{work.name}", picture)))
     else:
         blocks.append(("text", "No roofline: no experiment ran on a GPU whose peaks are known."))
     for title, kept in (("Kept", True), ("Rejected", False)):
-        table = [["#", "idea", "outcome", "us", "gain", "why"]]
+        tried = [["#", "idea", "outcome", "us", "gain", "why"]]
         for r in (r for r in work.experiments if (r.decision in KEPT) == kept):
             gain = number(r.paired_gain_pct, "+.1f", " %")
-            table.append([str(r.experiment), r.description, r.correctness, number(r.latency_us), gain, r.reason])
-        if len(table) > 1:
-            blocks += [("text", f"{title}: {len(table) - 1}"), ("table", table)]
+            tried.append([str(r.experiment), r.description, r.correctness, number(r.latency_us), gain, r.reason])
+        if len(tried) > 1:
+            blocks += [("text", f"{title}: {len(tried) - 1}"), ("table", tried)]
     return blocks
 
 
