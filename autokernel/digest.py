@@ -43,7 +43,7 @@ def table(night: Night) -> list[list[str]]:
         rows.append([
             "*" if work is night.current else "", work.name, number(share and 100 * share, ".1f", "%"),
             f"#{work.best.experiment}" if work.best else "none", number(work.best.latency_us if work.best else None),
-            number(work.speedup, ".2f", "x"), number(roof, ".0f", "%"),
+            number(work.speedup, ".3g", "x"), number(roof, ".0f", "%"),
             number(night.model_gain(work), ".1f", "%") if work.plan else "n/a",
             str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}", reason or "open",
         ])  # fmt: skip
@@ -71,7 +71,7 @@ def about(night: Night, work: Work) -> list[str]:
     peak = best.pct_peak_measured or best.pct_peak if best else plan.get("pct_roofline")
     what = "none: measure the starter first"
     if best:
-        over = [number(s, ".2f", "x") for s in (best.speedup_vs_pytorch, best.speedup_vs_compile)]
+        over = [number(s, ".3g", "x") for s in (best.speedup_vs_pytorch, best.speedup_vs_compile)]
         what = f"experiment {best.experiment}, {number(best.latency_us)} us, {over[0]} PyTorch, {over[1]} torch.compile"
     return pairs(
         target=f"{work.name}  {plan.get('shape', '')} {plan.get('dtype', '')}".rstrip(),
@@ -173,7 +173,7 @@ def history(night: Night, name: str | None = None, failed: bool = False) -> str:
         if rows:
             best = work.best
             head = f"best is experiment {best.experiment}" if best else "no best yet"
-            lines += ["", f"{work.name}: {head}, {number(work.speedup, '.2f', 'x')}"]
+            lines += ["", f"{work.name}: {head}, {number(work.speedup, '.3g', 'x')}"]
             lines += [line for r in rows for line in wrapped("  " + tried(r), 8)]
     return "\n".join(lines)
 

@@ -50,7 +50,7 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
             best = _source_of(ledger, repo, work.best) if work.best else None
             row, remarks = _judged(run, source, work, best, night, message, simpler)
             if row.decision in KEPT:
-                row, warning = _committed(row, repo, source, len(night.rows))
+                row, warning = _committed(row, repo, source, len(ledger.rows()) + 1)
                 remarks += [warning] * bool(warning)
             done = ledger.append(row, source, run.values)
             night = Night.read(ledger, night.tag)
@@ -81,7 +81,7 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
         raise NightError(f"the last run's harness was {v.get('harness')}, not clean: see git status, then {again}")
     if v.get("harness_sha256") != integrity.digest():
         raise NightError(f"bench.py or another frozen file changed since the run: see git status; {again}")
-    first = next((r for r in night.experiments if r.harness), None)
+    first = next((r for r in night.experiments if r.decision in KEPT), None)
     if first and first.harness != v["harness_sha256"][:16]:
         raise NightError(f"the frozen files are not those of experiment {first.experiment}: take them back, or begin a "
                          "new run with: uv run orchestrate.py start <tag>")  # fmt: skip
@@ -108,10 +108,10 @@ def _judged(run: RunRecord, source: bytes, work: Work, best: bytes | None, night
     return row, [f"the same source as experiment {number}" for number in same[-1:]]
 
 
-def _committed(row: Row, repo: Repo, source: bytes, rows: int) -> tuple[Row, str]:
+def _committed(row: Row, repo: Repo, source: bytes, number: int) -> tuple[Row, str]:
     gain = f" ({row.paired_gain_pct:+.1f} %)" if row.paired_gain_pct is not None else ""
     facts = {
-        "Experiment": rows + 1, "Target": row.target or row.kernel_type, "Decision": f"{row.decision}, {row.reason}",
+        "Experiment": number, "Target": row.target or row.kernel_type, "Decision": f"{row.decision}, {row.reason}",
         "Device": row.device, "Latency-us": row.latency_us, "Speedup-vs-pytorch": row.speedup_vs_pytorch,
         "Speedup-vs-best": row.speedup_vs_best, "Run": row.run_id,
     }  # fmt: skip

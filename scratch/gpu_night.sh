@@ -18,7 +18,7 @@ ideas = [{}, {"ELEMENTS_PER_THREAD": 16}, {"ELEMENTS_PER_THREAD": 8}, {"ELEMENTS
          {"TILE": 16384, "ELEMENTS_PER_THREAD": 16}, {"HOIST": False, "ELEMENTS_PER_THREAD": 16}, "wrong", "crash"]
 idea = ideas[number]
 if idea == "wrong":
-    text = text.replace("+ eps", "+ 2 * eps + 0.01", 1)
+    text = text.replace("+ eps", "+ 2 * eps + 0.01")
 elif idea == "crash":
     text = text.replace("x = x.to(tl.float32)", "x = tl.load(x_ptr + (1 << 44) + column).to(tl.float32)", 1)
 else:
