@@ -192,8 +192,8 @@ def brief(night: Night, pending: bool) -> str:
         "the rules and the playbook. Edit kernel.py only. Do not ask and do not wait for anybody: go on until "
         "`uv run orchestrate.py next` answers DONE.",
         "",
-        "The loop: uv run orchestrate.py next; then again and again: edit kernel.py; uv run bench.py > "
-        "workspace/bench.log 2>&1; read it; uv run orchestrate.py record -m 'one line: what was tried'.",
+        "The loop: uv run orchestrate.py next; then again and again: edit kernel.py, uv run bench.py, "
+        "uv run orchestrate.py record -m 'one line: what was tried'.",
         "",
         *(["The last measurement has no row yet: begin with uv run orchestrate.py record -m '...'.", ""] * pending),
         f"Now: {verb}{' ' + work.name if work else ''}: {why}",

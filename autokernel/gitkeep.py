@@ -54,7 +54,7 @@ class Repo:
                 raise GitError("git is not installed; AutoKernel keeps every good kernel as a commit") from None
             except subprocess.TimeoutExpired:
                 return 124, f"git {arguments[0]} did not end within {SECONDS} s (a hook, or a signing prompt?)"
-            if done.returncode and "index.lock" in done.stderr and time.monotonic() < deadline:
+            if done.returncode and "index.lock': File exists" in done.stderr and time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
             return done.returncode, done.stdout if not done.returncode else done.stderr + done.stdout

@@ -143,13 +143,9 @@ class Work:
         last = next((r for r in reversed(self.since_reset) if r.decision in CONTROLS), None)
         if last and last.decision == "skip":
             return f"skipped: {last.description or 'no reason given'}", False
-        if rules.target_speedup and (self.speedup or 0) >= rules.target_speedup:
-            return f"{self.speedup:.2f}x, the target speedup is {rules.target_speedup:g}x", False
-        if (self.pct_roofline or 0) >= rules.near_peak_pct and (self.speedup or 0) >= 1:
-            return f"finished: {self.pct_roofline:.0f} % of the roofline, {self.speedup:.2f}x", False
-        now, floor = self.spent()
-        if self.plan and 100 * (now - floor) < rules.min_model_gain_pct:
-            return f"at most {100 * max(0.0, now - floor):.1f} % of the model's time is left in it", False
+        reopened = last is not None and (self.best is None or (self.best.experiment or 0) < (last.experiment or 0))
+        if not reopened and (reason := self._finished(rules)):
+            return reason, False
         lately = self.lately
         if len(lately) >= rules.target_experiments:
             return f"{len(lately)} experiments, the budget of a target", True
@@ -161,6 +157,17 @@ class Work:
         if (failed := _trailing(r.correctness != "PASS" for r in lately)) >= rules.stuck:
             return f"stuck: {failed} failures in a row", True
         return "", False
+
+    def _finished(self, rules: Rules) -> str:
+        """Why it is good enough; opening a target again sets that aside until the next kept kernel."""
+        if rules.target_speedup and (self.speedup or 0) >= rules.target_speedup:
+            return f"{self.speedup:.2f}x, the target speedup is {rules.target_speedup:g}x"
+        if (self.pct_roofline or 0) >= rules.near_peak_pct and (self.speedup or 0) >= 1:
+            return f"finished: {self.pct_roofline:.0f} % of the roofline, {self.speedup:.2f}x"
+        now, floor = self.spent()
+        if self.plan and 100 * (now - floor) < rules.min_model_gain_pct:
+            return f"at most {100 * max(0.0, now - floor):.1f} % of the model's time is left in it"
+        return ""
 
     def revisitable(self, rules: Rules) -> bool:
         reason, again = self.closed(rules)
