@@ -618,26 +618,50 @@ def test_the_driver_restarts_a_silent_agent(begun):
 # ---- the real judge -------------------------------------------------------------------------------------------------
 
 
-def test_three_experiments_with_the_real_bench(begun):
-    repo = begun
-    shutil.copy(repo.root / "kernels/reduce.py", repo.kernel)
-    starter = repo.kernel.read_text()
+ONE_BLOCK = '''import torch
+import triton
+import triton.language as tl
 
-    def bench() -> str:
+KERNEL_TYPE = "rmsnorm"
+BACKEND = "triton"
+
+
+@triton.jit
+def _rows(x, weight, out, n, eps, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * n + column
+    values = tl.load(x + at, mask=column < n, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values) / n + eps)
+    scaled = values * scale * tl.load(weight + column, mask=column < n, other=0.0).to(tl.float32)
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=column < n)
+
+
+def kernel_fn(x, weight, eps=1e-6):
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    if x.numel():
+        _rows[(x.numel() // n,)](x, weight, out, n, eps, BLOCK=triton.next_power_of_2(n))
+    return out
+'''
+
+
+def test_three_experiments_with_the_real_bench(begun):
+    """As an agent works: bench.py finds the best kernel by itself, record decides."""
+    repo = begun
+
+    def experiment(source: str) -> str:
+        repo.kernel.write_text(source)
         done = subprocess.run([sys.executable, "bench.py"], cwd=repo.root, capture_output=True, text=True, timeout=200,
                               env={**repo.env, "AUTOKERNEL_CACHE": str(repo.root / "workspace/cache")})  # fmt: skip
-        return done.stdout + done.stderr
+        assert done.returncode in (0, 1), done.stderr
+        return repo.run("record", "-m", "x")
 
-    assert "NEXT reduce" in repo.run("next")
-    assert "correctness:" in bench()
-    assert "BASELINE" in repo.run("record", "-m", "the starter")
-    repo.kernel.write_text(starter + "\n# the same\n")
-    bench()
+    assert "BASELINE" in experiment(ONE_BLOCK)
+    assert "nothing changed" in experiment(ONE_BLOCK + "\n# the same\n")
     values = json.loads((repo.root / "workspace/last_run.json").read_text())
     assert values["speedup_vs_best"] and values["harness"] == "clean"
-    assert "nothing changed" in repo.run("record", "-m", "a comment")
-    repo.kernel.write_text("import torch\n" + starter.replace("def kernel_fn(", "def true_fn(") +
-                           "\n\ndef kernel_fn(x, dim=-1):\n    return torch.zeros_like(x.sum(dim))\n")
-    bench()
-    assert "FAIL" in repo.run("record", "-m", "zeros")
-    assert [r.decision for r in repo.rows] == ["baseline", "revert", "revert"] and repo.kernel.read_text() == starter
+    assert "FAIL" in experiment(ONE_BLOCK.replace("return out", "return torch.zeros_like(x)"))
+    assert [r.decision for r in repo.rows] == ["baseline", "revert", "revert"]
+    assert repo.kernel.read_text() == ONE_BLOCK
