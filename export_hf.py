@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", type=int, default=1, metavar="N", help="version of the kernel's interface (default: 1)")
     p.add_argument("--license", default="mit", metavar="ID", help="a licence by the Hub's id (default: mit)")
     p.add_argument("--output", type=Path, metavar="DIR", help="folder of the projects (default: workspace/export)")
-    p.add_argument("--backends", default="cuda", metavar="LIST", help="of a Triton kernel: cuda,rocm,cpu (default: cuda)")
+    p.add_argument("--backends", default="cuda", metavar="LIST", help="of a Triton build: cuda,rocm,cpu (default: cuda)")
     p.add_argument("--upload", action="store_true", help="send it: card and sources to main, builds to branch v<N>")
     p.add_argument("--dry-run", action="store_true", help="with --upload: show what would be sent, and send nothing")
     p.add_argument("--private", action="store_true", help="make a new repository private")
