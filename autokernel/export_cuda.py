@@ -29,7 +29,8 @@ SCALAR_TYPES = {
     "uint8": "Byte", "int16": "Short", "int32": "Int", "int64": "Long", "float8_e4m3fn": "Float8_e4m3fn",
     "float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
-COMPILE_FLAGS = [f for f in FLAGS if f not in ("-Xlinker", "--no-undefined", "-Xptxas", "-v")]
+# as it was judged, but for what only reports, and with PyTorch's symbols found when it is loaded
+COMPILE_FLAGS = [f for f in FLAGS if f not in ("-Xlinker", "--no-undefined", "-Xptxas", "-v", "-lineinfo")]
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def _arguments(source: KernelSource, call: ast.Call) -> dict[str, Any]:
             exec(compile(source.data, str(source.path), "exec"), scope)
         return {k: eval(compile(ast.Expression(v), str(source.path), "eval"), scope) for k, v in given.items()}
     except Exception as error:
-        raise KernelError(f"{source.path.name}:{call.lineno}: compile_cuda's arguments are known only when it is called "
-                          f"({type(error).__name__}: {error}); make them names of the module") from None  # fmt: skip
+        raise KernelError(f"{source.path.name}:{call.lineno}: compile_cuda's arguments are known only when it is called: "
+                          f"{type(error).__name__}: {error}; make them names of the module") from None  # fmt: skip
 
 
 def _replaced(data: bytes, changes: dict[ast.AST, str]) -> str:
@@ -165,7 +166,9 @@ def _passed(p: Param) -> str:
     if p.code == "P":
         dtype = f"ScalarType::{SCALAR_TYPES[p.dtype]}" if p.dtype else "std::nullopt"
         return f'address("{p.name}", {p.name}, ak_device, {dtype}, {str(p.strided).lower()})'
-    return p.name if p.code in "d?" else f"float({p.name})" if p.code == "f" else f'integer<{p.ctype}>("{p.name}", {p.name})'
+    if p.code in "fd?":
+        return f"float({p.name})" if p.code == "f" else p.name
+    return f'integer<{p.ctype}>("{p.name}", {p.name})'
 
 
 # ---- the build ----------------------------------------------------------------------------------------------------
@@ -190,17 +193,19 @@ def stable_variant() -> tuple[str, str]:
     return f"torch-stable-abi{TORCH_TARGET[0]}{TORCH_TARGET[1]}-cu{found[1]}{found[2]}-{machine}", ""
 
 
-def build_library(work: Path, cuda: CudaSource, source: Path, identity: str, library: Path) -> None:
-    """Compile source and binding into a library for this GPU (sm_90a where there is none). Raises KernelError."""
+def build_library(work: Path, cuda: CudaSource, source: str, identity: str, library: Path) -> None:
+    """Compile source and binding into a library for this GPU (sm_90a where there is none). Raises KernelError.
+
+    Paths are relative to the project: the library's messages name no folder of this machine."""
     home, arch = Path(torch.__file__).parent, cuda.capability.replace(".", "")
     command = [
         find_nvcc(), f"-gencode=arch=compute_{arch},code=sm_{arch}", *COMPILE_FLAGS, *cuda.flags,
         "-Xcompiler", "-fvisibility=hidden", f"-I{home / 'include'}", f"-DTORCH_EXTENSION_NAME={identity}",
         f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
-        str(source), str(work / "torch-ext/torch_binding.cpp"), "-o", str(library),
+        source, "torch-ext/torch_binding.cpp", "-o", str(library.resolve()),
         f"-L{home / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch",  # libtorch.so stands for the CPU and CUDA parts
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900)
     if done.returncode:
         errors = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line.lower()]
         raise KernelError(f"{library.parent.name} does not compile: {(errors or ['no message'])[0][-300:]}")

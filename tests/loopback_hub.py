@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on a loopback port: as much of it as uploading a kernel repository and loading one from it takes."""
+"""A Hugging Face Hub on a loopback port: as much of it as uploading and loading a kernel repository takes."""
 
 import base64
 import hashlib
