@@ -69,7 +69,7 @@ class Project:
         if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", self.name) or len(self.name) > 80 or "--" in self.name:
             suggestion = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-0123456789")[:80]
             suggestion = suggestion if len(suggestion) > 1 else "my-kernel"
-            raise ExportError(f"--name {self.name!r}: small letters, digits and single dashes, beginning with a letter, "
+            raise ExportError(f"--name {self.name!r}: small letters, digits, single dashes, a letter first, "
                               f"at most 80; for example: --name {suggestion}")
         if self.repo_id and not re.fullmatch(r"[\w.-]+/[A-Za-z0-9][\w.-]{0,95}", self.repo_id):
             raise ExportError(f"--repo-id {self.repo_id!r}: USER/NAME is wanted, for example: user/{self.name}")
@@ -423,8 +423,8 @@ def read_source(path: Path, target: str = "") -> KernelSource:
         for name in names:
             ours = source.backend == "cuda" and name == "autokernel.cuda"
             if name.partition(".")[0] not in allowed and not ours:
-                raise ExportError(f"{path}:{node.lineno}: imports {name}; a kernel from the Hub has torch, triton and the "
-                                  "standard library")  # fmt: skip
+                raise ExportError(f"{path}:{node.lineno}: imports {name}; a kernel from the Hub has torch, triton and "
+                                  "the standard library")  # fmt: skip
     return source
 
 

@@ -93,8 +93,9 @@ def _arguments(source: KernelSource, call: ast.Call) -> dict[str, Any]:
             exec(compile(source.data, str(source.path), "exec"), scope)
         return {k: eval(compile(ast.Expression(v), str(source.path), "eval"), scope) for k, v in given.items()}
     except Exception as error:
-        raise KernelError(f"{source.path.name}:{call.lineno}: compile_cuda's arguments are known only when it is called: "
-                          f"{type(error).__name__}: {error}; make them names of the module") from None  # fmt: skip
+        why = f"{type(error).__name__}: {error}; make them names of the module"
+        raise KernelError(f"{source.path.name}:{call.lineno}: compile_cuda's arguments are known only in the call: "
+                          f"{why}") from None  # fmt: skip
 
 
 def _replaced(data: bytes, changes: dict[ast.AST, str]) -> str:
@@ -203,7 +204,8 @@ def build_library(work: Path, cuda: CudaSource, source: str, identity: str, libr
         "-Xcompiler", "-fvisibility=hidden", f"-I{home / 'include'}", f"-DTORCH_EXTENSION_NAME={identity}",
         f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
         source, "torch-ext/torch_binding.cpp", "-o", str(library.resolve()),
-        f"-L{home / 'lib'}", "-Xlinker", "--no-as-needed", "-ltorch",  # libtorch.so stands for the CPU and CUDA parts
+        "-Xcompiler", f"-fmacro-prefix-map={home / 'include'}/=", "-Xcompiler", f"-fmacro-prefix-map={work}/=",
+        "-Xlinker", f"-L{home / 'lib'},--no-as-needed,-ltorch",  # libtorch.so stands for its CPU and CUDA parts
     ]  # fmt: skip
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900)
     if done.returncode:

@@ -173,7 +173,7 @@ for op in ("rmsnorm", "fused_mlp", "rotary_embedding", "flash_attention"):
     calls = []
     kernel = scope["kernel"]
     original = kernel.op.kernel_fn
-    kernel.op.kernel_fn = lambda **given: calls.append(1) or original(**given)
+    kernel.op.kernel_fn = lambda calls=calls, original=original, **given: calls.append(1) or original(**given)
     model = scope["model"]
     with torch.no_grad():
         got, got_padded = model(ids).logits, model(**padded).logits
@@ -353,7 +353,7 @@ def test_imports_that_the_loader_has_not_are_refused(tmp_path, text, words):
 
 @pytest.mark.parametrize("old, new, words", [
     ('extern "C" int rms', "int rms", "no launcher"),
-    ("compile_cuda(CUDA_SRC, defines=CONFIG)", "compile_cuda(x.source)", "known only when it is called"),
+    ("compile_cuda(CUDA_SRC, defines=CONFIG)", "compile_cuda(x.source)", "known only in the call"),
     ("compile_cuda(CUDA_SRC, defines=CONFIG)", "compile_cuda(CUDA_SRC, arch='sm_80')", "known: source, defines, flags"),
     ("    return out", "    compile_cuda(CUDA_SRC)\n    return out", "found 1 and 2"),
     ("const float* x", "float** x", "which no argument converts to"),
