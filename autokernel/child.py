@@ -115,7 +115,8 @@ class Runner:
             self.record, self.elapsed = base.record, base.elapsed_time
             self.synchronize, self.sleep = torch._C._cuda_synchronize, torch.cuda._sleep
             self.stream = torch.cuda.current_stream()
-            self.no_persisting_l2 = l2_without_persistence()
+            self.persisting = PersistingL2()
+            self.persisting.clear()
             # read, not written: a written flush leaves dirty lines whose write-back is then charged to the kernel
             self.flush = torch.randint(1, 9, (setup["flush_bytes"] // 4,), dtype=torch.int32, device=self.device)
             self.flushed = torch.empty((), dtype=torch.int64, device=self.device)
@@ -235,7 +236,6 @@ class Runner:
     def _timed_gpu(self, source, target, output, kwargs, request):
         first, start, end, done = self.events
         stream, partial = self.stream, functools.partial
-        self.no_persisting_l2()
         self.torch.cuda.reset_peak_memory_stats()
         self.record(first, stream)
         self.sleep(request["wait_cycles"])
@@ -357,6 +357,9 @@ class Runner:
         if self.on_gpu and self.torch.cuda.current_stream() != self.stream:
             self.torch.cuda.set_stream(self.stream)
             left.append("another current stream")
+        if self.on_gpu and self.persisting.set_aside():
+            self.persisting.clear()
+            left.append("a part of L2 set aside, which no flush reaches")
         return left
 
     def _matches(self, out, output) -> bool:
@@ -453,13 +456,23 @@ def value_of(getter: Callable) -> object:
         return type(error)
 
 
-def l2_without_persistence() -> Callable[[], object]:
-    """A function that takes back any part of L2 that a kernel set aside for data that should outlive a flush."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    persisting_l2_cache_size = 6
-    set_limit = functools.partial(driver.cuCtxSetLimit, persisting_l2_cache_size, ctypes.c_size_t(0))
-    reset = driver.cuCtxResetPersistingL2Cache
-    return lambda: (set_limit(), reset())
+class PersistingL2:
+    """The part of L2 that a kernel can set aside for data that shall outlive a flush: there must be none."""
+
+    def __init__(self):
+        driver, limit = ctypes.CDLL("libcuda.so.1"), 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
+        self.bytes = ctypes.c_size_t(0)
+        self.read = functools.partial(driver.cuCtxGetLimit, ctypes.byref(self.bytes), limit)
+        self.drop = functools.partial(driver.cuCtxSetLimit, limit, ctypes.c_size_t(0))
+        self.reset = driver.cuCtxResetPersistingL2Cache
+
+    def set_aside(self) -> bool:
+        self.read()
+        return self.bytes.value > 0
+
+    def clear(self) -> None:
+        self.drop()
+        self.reset()
 
 
 def watched(torch, runner) -> dict[str, tuple[object, dict]]:
@@ -468,6 +481,7 @@ def watched(torch, runner) -> dict[str, tuple[object, dict]]:
         "builtins": builtins, "time": time, "json": json, "struct": struct, "os": os, "gc": gc, "operator": operator,
         "functools": functools, "socket.socket": socket.socket, "torch": torch, "torch.Tensor": torch.Tensor,
         "torch.cuda": torch.cuda, "torch.cuda.Event": torch.cuda.Event, "torch.cuda.Stream": torch.cuda.Stream,
+        "PersistingL2": PersistingL2,
         "Runner": Runner, "runner": runner, "__main__": sys.modules[__name__],
     }  # fmt: skip
     return {name: (owner, functions_of(owner)) for name, owner in owners.items()}

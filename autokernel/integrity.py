@@ -1,4 +1,4 @@
-"""Is the judge the judge? The frozen files against the commit they should come from, and against themselves later on."""
+"""Is the judge the judge? The frozen files against the commit they should come from, and against themselves later."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from autokernel.paths import repo_root
 
 # what judges, or steers what is judged; a model or a kernel may change at any time
-FROZEN = ("bench.py", "reference.py", "orchestrate.py", "verify.py", "profile.py", "extract.py", "autokernel", "kernels",
-          "kernelbench")  # fmt: skip
+FROZEN = (
+    "bench.py", "reference.py", "orchestrate.py", "verify.py", "profile.py", "extract.py", "autokernel", "kernels",
+    "kernelbench",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class HarnessChanged(RuntimeError):
 
 
 def required(allow_dirty: bool = False) -> Harness:
-    """The harness as it is. Raises HarnessChanged, with the command that takes the files back, unless that is allowed."""
+    """The harness as it is. Raises HarnessChanged, with the command that takes the files back, unless allowed."""
     found = harness()
     if found.status == "dirty" and not allow_dirty:
         names = " ".join(found.changed[:5]) + " ..." * (len(found.changed) > 5)

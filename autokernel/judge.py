@@ -22,6 +22,7 @@ from autokernel.spec import STAGES, Case, OpSpec
 from autokernel.worker import Layout, Worker, WorkerFailure, strings
 
 START_SECONDS = 180  # import torch, open the device; a cold disk takes a minute
+OUT_OF_MEMORY = "no memory is left for the judge beside the kernel's process, which must not keep so much"
 OUTCOMES = ("PASS", "FAIL", "TIMEOUT", "CRASH")
 
 
@@ -286,6 +287,8 @@ def run_stages(
                 outcome = "FAIL"
             except WorkerFailure as failure:
                 fault, outcome, stage.detail = str(failure), failure.outcome, failure.detail
+            except torch.OutOfMemoryError:
+                fault, outcome = OUT_OF_MEMORY, "CRASH"
             if fault:
                 stage.outcome = outcome
                 stage.failures.append(f"{case.label}: {fault}")

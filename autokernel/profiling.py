@@ -29,7 +29,7 @@ from autokernel.sites import Found, Site, find
 
 RANGE = "autokernel::"
 FORWARD = RANGE + "forward"
-MAX_FORWARDS = 3  # measured under the profiler, fewer where they take longer than SECONDS together
+MAX_FORWARDS = 5  # measured under the profiler, fewer where they take longer than SECONDS together
 SECONDS = 2.0
 
 
@@ -53,8 +53,8 @@ class Activity:
 def attribute(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Activity]:
     """Chrome-trace events -> range label -> activity of one forward: the mean over those named FORWARD.
 
-    A device event belongs to the range that its launch (same correlation id) lies in; what lies in a forward but in no
-    node's range is keyed "outside <operator> <shapes>". Each event is counted once.
+    A device event belongs to the range that its launch lies in; what lies in a forward but in no node's range is keyed
+    "outside <operator> <shapes>". Each event is counted once.
     """
     spans = [e for e in events if e.get("ph") == "X"]
     ranges = _Intervals(e for e in spans if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE))
@@ -70,21 +70,24 @@ def attribute(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Activity]
 
 
 def _device_events(spans: list[dict]) -> list[tuple[dict, dict]]:
-    """(kernel, copy or fill; the host event that launched it)."""
-    launches, by_operator = {}, {}
+    """(kernel, copy or fill; a host event that stands for its launch), each device event once.
+
+    That is the operator which the profiler links it to, stamped by the same clock as our ranges; where there is none (a
+    kernel started from Python) it is the launch itself.
+    """
+    launches, operators = {}, {}
     for event in spans:
         args = event.get("args", {})
         if event.get("cat") in ("cuda_runtime", "cuda_driver", "hip_runtime") and "correlation" in args:
             launches[args["correlation"]] = event
-        elif event.get("cat") == "cpu_op":
-            by_operator[args.get("External id")] = event
+        elif event.get("cat") in ("cpu_op", "user_annotation") and args.get("External id"):
+            operators[args["External id"]] = event
     found = []
     for event in spans:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             args = event.get("args", {})
-            host = launches.get(args.get("correlation")) or by_operator.get(args.get("External id"))
-            if host is not None:
-                found.append((event, host))
+            host = operators.get(args.get("External id")) or launches.get(args.get("correlation"))
+            found.append((event, host or event))
     return found
 
 
@@ -156,7 +159,7 @@ def traced(call: Callable[[], Any], device: torch.device, keep: Path | None = No
 # ---- wall time ------------------------------------------------------------------------------------------------------
 
 
-def wall_ms(call: Callable[[], Any], device: torch.device, seconds: float = 1.0) -> float:
+def wall_ms(call: Callable[[], Any], device: torch.device, seconds: float = 0.5) -> float:
     """Median milliseconds of one call, the device idle before and after."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     times: list[float] = []

@@ -30,7 +30,7 @@ def shown(value: Any) -> str:
             return f"{value:.4g}" if abs(value) < 100 else f"{value:.1f}"
         return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3e}"
     if isinstance(value, list):
-        return ("; ".join(map(str, value[:3])) + f"; {len(value) - 3} more" * (len(value) > 3)) or "none"
+        value = ("; ".join(map(str, value[:3])) + f"; {len(value) - 3} more" * (len(value) > 3)) or "none"
     return "".join(c if c.isprintable() else " " for c in str(value))
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from autokernel import calibrate as calibration_run
 from autokernel import counters, gpu, integrity, ops
-from autokernel.judge import START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher
 from autokernel.records import RunRecord, now
@@ -123,7 +123,7 @@ class _Session:
 
     def run(self, launcher: Launcher) -> dict[str, Any]:
         bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
-        primary = self.target.cases() if self.target else []
+        primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
         cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
@@ -172,6 +172,8 @@ class _Session:
                 raise HarnessFailure(f"the {name} child failed, not kernel.py: {failure}") from None
             reason = {"correctness": failure.outcome, "reason": f"while timing: {failure}"}
             return values | reason | {"traceback": failure.detail}
+        except torch.OutOfMemoryError:
+            return values | {"correctness": "CRASH", "reason": f"while timing: {OUT_OF_MEMORY}"}
 
     def _compiled_only(self, candidate: Worker) -> dict[str, Any]:
         """Without a GPU a CUDA kernel can be compiled, not judged: a FAIL that says how far it came."""

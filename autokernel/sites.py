@@ -412,7 +412,7 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
         with copied.inserting_before(anchor):
             args = {n: _insert(module, copied, a, site.tensors[n], copies, output) for n, a in site.match.args.items()}
             scalars = {k: v for k, v in site.scalars.items() if v != site.spec.scalars[k]}
-            result = copied.call_function(kernel, kwargs={**args, **scalars})
+            result = copied.call_function(_target(kernel), kwargs={**args, **scalars})
             for which, *arguments in site.match.out:
                 result = copied.call_function(overload(which), (result, *arguments))
         copied.erase_node(anchor)
@@ -423,6 +423,18 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
     copied.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _target(kernel: Callable) -> Callable:
+    """A kernel as a graph can hold it: custom operators as the overload that compilers know."""
+    kernel = getattr(kernel, "_opoverload", kernel)
+    if hasattr(kernel, "__name__"):
+        return kernel
+
+    def call(**arguments):
+        return kernel(**arguments)
+
+    return call
 
 
 def _identity(node: Any) -> Any:

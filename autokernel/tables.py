@@ -66,6 +66,8 @@ def summary(v: dict[str, Any], top: int = 25) -> str:
     lines = [f"{key + ':':<29}{text}"[:room] for key, text in pairs.items()]
     if v["targets"]:
         lines += ["", *table([cells(r) for r in v["targets"][:top]], room)]
+    if any((r["pct_roofline"] or 0) > 100 for r in v["targets"][:top]):
+        lines.append("above 100 %: the data still lay in the GPU's L2 cache")
     if (more := len(v["targets"]) - top) > 0:
         lines.append(f"... and {more} more targets (--top, or workspace/profile.json)")
     if v["other"]:

@@ -17,6 +17,7 @@ from autokernel import ops
 from autokernel.paths import workspace
 from autokernel.spec import DTYPES, Case, OpSpec, axes_shape
 
+INTERPRETED_FLOPS = 1e7  # what Triton's interpreter does in some seconds
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
 
@@ -47,19 +48,32 @@ class Target:
     sites: tuple[dict[str, Any], ...] = ()
     reference_sha256: str = ""
 
-    def cases(self) -> list[Case]:
-        """The target's own shape, under the name "target"."""
-        return [self._case("target", self.size, self.strides)]
+    def cases(self, on_gpu: bool = True) -> list[Case]:
+        """The target's own shape, under the name "target".
+
+        In Triton's interpreter a real length takes hours: there batch and length are halved until the work is small,
+        and the case is named "target_shrunk".
+        """
+        size = self.size
+        while not on_gpu and self.spec.flops(size, {**self.spec.scalars, **self.scalars}) > INTERPRETED_FLOPS:
+            smaller = [self._scaled(axes.split("+"), Fraction(1, 2), size, exact=False) for axes in self.spec.scaled]
+            smaller = [s for s in smaller if s is not None]
+            if not smaller:
+                break
+            size = smaller[-1]  # the length before the batch
+        if size == self.size:
+            return [self._case("target", self.size, self.strides)]
+        return [self._case("target_shrunk", size, self._scaled_strides(size))]
 
     def neighbours(self, on_gpu: bool = True) -> list[Case]:
         """The target at half and double its batch or length; widths, heads and vocabulary stay what they are.
 
-        In Triton's interpreter only the halves: a double takes minutes there.
+        None in Triton's interpreter, where the target itself may be shrunk already.
         """
         found = {}
         for axes in self.spec.scaled:
             for label, factor in (("half", Fraction(1, 2)), ("double", Fraction(2))):
-                size = self._scaled(axes.split("+"), factor) if on_gpu or factor < 1 else None
+                size = self._scaled(axes.split("+"), factor, self.size) if on_gpu else None
                 if size is not None:
                     found[f"{label}_{axes}"] = self._case(f"{label}_{axes}", size, self._scaled_strides(size))
         return list(found.values())
@@ -70,10 +84,13 @@ class Target:
             name, "timing", size, self.dtype, scalars, strides=strides, omit=self.omit, dtypes=self.dtypes or None
         )
 
-    def _scaled(self, axes: list[str], factor: Fraction) -> dict[str, Any] | None:
-        """The size with these axes scaled, or None where one cannot be: a decoding step's single query stays one."""
-        axes = [a for a in axes if self.size[a] != 1] if len(axes) > 1 else axes
-        size = dict(self.size)
+    def _scaled(self, axes: list[str], factor: Fraction, given: dict[str, Any], exact: bool = True):
+        """A size with these axes scaled, or None where one cannot be: a decoding step's single query stays one.
+
+        exact: an odd length has no half; otherwise it is rounded down.
+        """
+        axes = [a for a in axes if given[a] != 1] if len(axes) > 1 else axes
+        size = dict(given)
         for axis in axes:
             old = size[axis]
             if isinstance(old, tuple):
@@ -86,7 +103,7 @@ class Target:
             else:
                 scaled = old * factor
                 size[axis] = int(scaled)
-            if scaled < 1 or scaled.denominator != 1:
+            if scaled < 1 or (exact and scaled.denominator != 1):
                 return None
         return size if axes else None
 

@@ -233,8 +233,8 @@ def _hidden_on_gpu(timing: Timing) -> str:
     if late > 10e-6 + 0.1 * timing.seconds():
         return f"{late * 1e6:.0f} us of work ran after the call's end event: join your streams"
     early = statistics.median(ours.before) - statistics.median(theirs.before)
-    if early > 10e-6 + 0.1 * statistics.median(theirs.before):
-        return f"{early * 1e6:.0f} us of work ran before the call's start event"
+    if abs(early) > 10e-6 + 0.1 * statistics.median(theirs.before):
+        return f"the time before the call's start event differs from PyTorch's by {early * 1e6:+.0f} us"
     if timing.clock_gap > CLOCK_SLACK_S + 0.1 * timing.seconds("baseline"):
         return f"the judge's clock sees {timing.clock_gap * 1e6:.0f} us {OUTSIDE}"
     return ""

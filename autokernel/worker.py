@@ -33,6 +33,7 @@ from autokernel.spec import TensorSpec
 
 CONFINED = True  # only the measurement of what the defences cost turns this off
 LONGEST_ANSWER = 1 << 18
+SHIFT = 4096  # bytes by which the inputs lie elsewhere in every second call
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
 
 
@@ -68,7 +69,7 @@ class Layout:
 
     @property
     def total(self) -> int:
-        return 2 * self.input_bytes + self.output_bytes
+        return 2 * self.input_bytes + SHIFT + self.output_bytes
 
     def views(self, region: torch.Tensor) -> dict[str, torch.Tensor]:
         """The input tensors inside a byte tensor that begins where the region begins."""
@@ -93,6 +94,7 @@ class Worker:
         self.cache = cache
         self.cache.mkdir(parents=True, exist_ok=True)
         self.confinement = ""
+        self.shift = 0
 
     @property
     def folder(self) -> Path:
@@ -137,12 +139,17 @@ class Worker:
             return torch.empty(self.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def stage(self, layout: Layout, private: torch.Tensor) -> None:
-        """Write the inputs, and noise over the output."""
+        """Write the inputs, and noise over the output. The kernel will find them where they were the call before last:
+
+        a model, too, brings other content at known addresses and known shapes at other addresses.
+        """
+        self.shift = SHIFT - self.shift
         self.arena[: layout.input_bytes].copy_(private)
-        self.arena[2 * layout.input_bytes : layout.total].random_(0, 256)
+        self.arena[2 * layout.input_bytes + SHIFT : layout.total].random_(0, 256)
 
     def inputs_untouched(self, layout: Layout, private: torch.Tensor) -> bool:
-        return torch.equal(self.arena[layout.input_bytes : 2 * layout.input_bytes], private)
+        start = layout.input_bytes + self.shift
+        return torch.equal(self.arena[start : start + layout.input_bytes], private)
 
     def output(self, layout: Layout) -> torch.Tensor:
         """The last call's output, copied out of the arena when its answer came."""
@@ -153,7 +160,7 @@ class Worker:
         return same_bits(self._arena_output(layout), self.taken)
 
     def _arena_output(self, layout: Layout) -> torch.Tensor:
-        return view_of(self.arena, 2 * layout.input_bytes, layout.output)
+        return view_of(self.arena, 2 * layout.input_bytes + SHIFT, layout.output)
 
     def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0) -> dict[str, Any]:
         """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
@@ -200,17 +207,18 @@ class Worker:
         return {name: value if type(value) is int else None for name, value in values.items()}
 
     def _ask_about(self, layout: Layout, scalars, timeout: float, do: str, wait_s: float = 0.0) -> dict[str, Any]:
+        work = layout.input_bytes + self.shift
         described = {
-            name: {**_described(spec), "work": layout.input_bytes + layout.starts[name], "offset": spec.offset}
+            name: {**_described(spec), "work": work + layout.starts[name], "offset": spec.offset}
             for name, spec in layout.inputs.items()
         }
         return self.ask(
             do,
             timeout,
             inputs=described,
-            output={**_described(layout.output), "start": 2 * layout.input_bytes},
+            output={**_described(layout.output), "start": 2 * layout.input_bytes + SHIFT},
             stage=0,
-            work=layout.input_bytes,
+            work=work,
             bytes=layout.input_bytes,
             scalars=dict(scalars),
             wait_cycles=int(wait_s * 2e9),  # about 2 GHz: longer on a slower clock, which does no harm

@@ -20,9 +20,9 @@ BACKEND = "triton"
 LOG2E = tl.constexpr(1.4426950408889634)    # exp(x) as exp2(x * LOG2E): tl.exp takes three instructions more
 
 CONFIG = {
-    "BLOCK": 4096,        # elements per step of a program
+    "BLOCK": 2048,        # elements per step of a program
     "WARPS": 4,
-    "STAGES": 2,          # loads in flight ahead of the arithmetic
+    "STAGES": 1,          # loads in flight ahead of the arithmetic
     "PROGRAMS": 1024,     # fewer row blocks than this: rows are split; more: narrow rows share a program
     "MEAN_BLOCK": 4096,   # partial results per step of the second launch
 }

@@ -30,7 +30,7 @@ CONFIG = {
 
 @triton.jit
 def _load(src, strides, row, col, rows, cols, BLOCK_ROW: tl.constexpr, BLOCK_COL: tl.constexpr, TMA: tl.constexpr,
-          TRANS: tl.constexpr, UPCAST: tl.constexpr):
+          TRANS: tl.constexpr):
     """Tile (BLOCK_ROW, BLOCK_COL) of a matrix at (row, col), zero outside; TRANS: src describes the transpose."""
     if TMA:
         if TRANS:
@@ -42,8 +42,6 @@ def _load(src, strides, row, col, rows, cols, BLOCK_ROW: tl.constexpr, BLOCK_COL
         c = col + tl.arange(0, BLOCK_COL)[None, :]
         ptrs = src + r.to(tl.int64) * strides[0] + c.to(tl.int64) * strides[1]
         tile = tl.load(ptrs, mask=(r < rows) & (c < cols), other=0.0)
-    if UPCAST:
-        tile = tile.to(tl.float32)
     return tile
 
 
@@ -75,7 +73,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
 def _product(x, w, w_up, out, x_strides, w_strides, up_strides, M, N, K, num_programs, BLOCK_M: tl.constexpr,
              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, ACTIVATION: tl.constexpr,
              TMA: tl.constexpr, TRANS_X: tl.constexpr, TRANS_W: tl.constexpr, TRANS_UP: tl.constexpr,
-             TMA_STORE: tl.constexpr, UPCAST: tl.constexpr):
+             TMA_STORE: tl.constexpr):
     """out = act(x @ w) * (x @ w_up), or x @ w where ACTIVATION is None."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -89,11 +87,11 @@ def _product(x, w, w_up, out, x_strides, w_strides, up_strides, M, N, K, num_pro
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
-            x_tile = _load(x, x_strides, row, k, M, K, BLOCK_M, BLOCK_K, TMA, TRANS_X, UPCAST)
-            w_tile = _load(w, w_strides, k, col, K, N, BLOCK_K, BLOCK_N, TMA, TRANS_W, UPCAST)
+            x_tile = _load(x, x_strides, row, k, M, K, BLOCK_M, BLOCK_K, TMA, TRANS_X)
+            w_tile = _load(w, w_strides, k, col, K, N, BLOCK_K, BLOCK_N, TMA, TRANS_W)
             acc = tl.dot(x_tile, w_tile, acc, input_precision="ieee")
             if ACTIVATION is not None:
-                up_tile = _load(w_up, up_strides, k, col, K, N, BLOCK_K, BLOCK_N, TMA, TRANS_UP, UPCAST)
+                up_tile = _load(w_up, up_strides, k, col, K, N, BLOCK_K, BLOCK_N, TMA, TRANS_UP)
                 up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
         if ACTIVATION is not None:
             _store(out, row, col, M, N, _activate(acc, ACTIVATION) * up, TMA_STORE)
@@ -112,13 +110,13 @@ def _descriptor(t, block_row, block_col):
     return None, False
 
 
-def _tiling(x, N, block_n):
+def _tiling(x, N, block_n, gated):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared = x.shape[0], 1, 227 * 1024
+    M, sms, shared, fma = x.shape[0], 1, 227 * 1024, x.dtype == torch.float32
     if x.is_cuda:
         props = torch.cuda.get_device_properties(x.device)
-        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
-    if x.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulators must fit in registers
+        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+    if fma:  # IEEE fp32 runs on the FMA units: operands and accumulators must fit in registers
         return (64 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
         m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
@@ -131,7 +129,8 @@ def _tiling(x, N, block_n):
         _, (m, n, _) = min((w * s[0] * s[1] * s[2], s) for w, s in zip(waves, sizes, strict=True))
         warps = CONFIG["num_warps"] if m * n > 64 * 64 else 4
     if shared < 200 * 1024:
-        m, n, k, stages = min(m, 128), min(n, block_n // 2), min(k, 64), min(stages, 3)
+        m, n, k = min(m, 128), min(n, block_n // 2), min(k, 64)
+    stages = min(stages, shared // ((m + n * (2 if gated else 1)) * k * x.element_size()))
     return m, n, k, warps, stages, sms
 
 
@@ -139,7 +138,7 @@ def _launch(x, w, w_up, activation, block_n):
     """x (rows, K) times w (K, N); gated by a second product with w_up where there is an activation."""
     (M, K), N = x.shape, w.shape[1]
     out = torch.empty((M, N), device=x.device, dtype=x.dtype)
-    block_m, block_n, block_k, warps, stages, sms = _tiling(x, N, block_n)
+    block_m, block_n, block_k, warps, stages, sms = _tiling(x, N, block_n, activation is not None)
     tma = K > 0 and x.dtype != torch.float32
     tma = tma and (not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] >= 9)
     x_desc, trans_x = _descriptor(x, block_m, block_k) if tma else (None, False)
@@ -156,7 +155,6 @@ def _launch(x, w, w_up, activation, block_n):
         x.stride(), w.stride(), w_up.stride(), M, N, K, programs,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=CONFIG["GROUP_M"], ACTIVATION=activation,
         TMA=tma, TRANS_X=trans_x, TRANS_W=trans_w, TRANS_UP=trans_up, TMA_STORE=tma_store,
-        UPCAST=x.dtype == torch.bfloat16 and not x.is_cuda,  # Triton's interpreter multiplies bf16 as integers
         num_warps=warps, num_stages=stages,
     )
     return out
@@ -171,6 +169,8 @@ def kernel_fn(x, w_gate, w_up, w_down, activation="silu"):
     if w_gate.shape != w_up.shape or (x.shape[-1], w_down.shape[0]) != tuple(w_gate.shape):
         got = ", ".join(str(tuple(t.shape)) for t in (x, w_gate, w_up, w_down))
         raise ValueError(f"fused_mlp: shapes {got}: pass (..., dim), (dim, hidden) twice, (hidden, dim_out)")
+    if x.dtype == torch.bfloat16 and not x.is_cuda:  # Triton's interpreter multiplies bf16 as integers and truncates it
+        return kernel_fn(x.float(), w_gate.float(), w_up.float(), w_down.float(), activation).to(x.dtype)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], w_down.shape[1]))

@@ -17,37 +17,43 @@ KERNEL_TYPE = "layernorm"
 BACKEND = "triton"
 
 CONFIG = {
-    "TILE": 4096,                # elements a program holds at once: several narrow rows share it
-    "ELEMENTS_PER_THREAD": 32,   # sets num_warps from the tile
-    "PROGRAMS": 2048,            # beyond this many tiles a program takes several in turn
-    "STAGES": 1,                 # tiles in flight ahead of the arithmetic
+    "TILE": 4096,                # elements a program holds when several narrow rows share it
+    "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
+    "PROGRAMS": 2048,            # rows share a program only beyond this many programs
+    "HOIST": False,              # loading weight and bias beside x hides their latency, but takes registers
+    "LOAD_POLICY": "",
+    "STORE_POLICY": "",
     "MAX_BLOCK": 16384,          # widest row kept in registers
 }
 
 
 @triton.jit
-def _affine(x, weight_ptr, bias_ptr, column, mask, BIAS: tl.constexpr):
-    y = x * tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    return y
+def _load_affine(weight_ptr, bias_ptr, column, n, BIAS: tl.constexpr):
+    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
+    bias = tl.load(bias_ptr + column, mask=column < n, other=0.0) if BIAS else 0.0
+    return weight, bias
 
 
 @triton.jit
 def _rows_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, n, inner, outer_stride, inner_stride, eps,
-                 ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr):
+                 ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, HOIST: tl.constexpr,
+                 LOAD_POLICY: tl.constexpr, STORE_POLICY: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        mask = (row < rows) & (column < n)
-        start = row // inner * outer_stride + row % inner * inner_stride
-        x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    mask = (row < rows) & (column < n)
+    start = row // inner * outer_stride + row % inner * inner_stride
+    x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy=LOAD_POLICY)
+    if HOIST:
+        weight, bias = _load_affine(weight_ptr, bias_ptr, column, n, BIAS)
+    x = x.to(tl.float32)
+    x = tl.where(column < n, x - (tl.sum(x, 1) / n)[:, None], 0.0)
+    if x_ptr.dtype.element_ty == tl.float32:                # a mean of 1e5 is rounded by 0.004: take that out too
         x = tl.where(column < n, x - (tl.sum(x, 1) / n)[:, None], 0.0)
-        if x_ptr.dtype.element_ty == tl.float32:            # a mean of 1e5 is rounded by 0.004: take that out too
-            x = tl.where(column < n, x - (tl.sum(x, 1) / n)[:, None], 0.0)
-        x *= tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]
-        y = _affine(x, weight_ptr, bias_ptr, column, column < n, BIAS)
-        tl.store(out_ptr + row * n + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+    x *= tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]
+    if not HOIST:
+        weight, bias = _load_affine(weight_ptr, bias_ptr, column, n, BIAS)
+    y = (x * weight.to(tl.float32) + bias).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * n + column, y, mask=mask, eviction_policy=STORE_POLICY)
 
 
 @triton.jit
@@ -74,7 +80,8 @@ def _wide_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, n, inner, outer_stride, i
     for start in range(0, n, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        y = _affine((x - mean - rest) * scale, weight_ptr, bias_ptr, column, column < n, BIAS)
+        weight, bias = _load_affine(weight_ptr, bias_ptr, column, n, BIAS)
+        y = (x - mean - rest) * scale * weight.to(tl.float32) + bias
         tl.store(out_ptr + column, y.to(out_ptr.dtype.element_ty), mask=column < n)
 
 
@@ -114,7 +121,8 @@ def kernel_fn(x, weight, bias, eps=1e-5):
     share = max(1, min(CONFIG["TILE"] // block, rows // CONFIG["PROGRAMS"]))
     share = 1 << (share.bit_length() - 1)
     warps = min(max(share * block // (32 * CONFIG["ELEMENTS_PER_THREAD"]), 1), 16)
-    _rows_kernel[(min(triton.cdiv(rows, share), CONFIG["PROGRAMS"]),)](
+    _rows_kernel[(triton.cdiv(rows, share),)](
         x, weight, bias, out, rows, n, inner, outer_stride, inner_stride, eps,
-        ROWS=share, BLOCK=block, BIAS=biased, STAGES=CONFIG["STAGES"], num_warps=warps)
+        ROWS=share, BLOCK=block, BIAS=biased, HOIST=CONFIG["HOIST"], LOAD_POLICY=CONFIG["LOAD_POLICY"],
+        STORE_POLICY=CONFIG["STORE_POLICY"], num_warps=warps)
     return out

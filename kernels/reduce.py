@@ -17,10 +17,10 @@ BACKEND = "triton"
 
 CONFIG = {
     "BLOCK": 8192,         # elements per step of a row program
-    "WARPS": 4,
+    "WARPS": 8,
     "STAGES": 1,           # loads in flight ahead of the arithmetic
     "PROGRAMS": 1024,      # fewer programs than this: rows or columns are split; more: narrow rows share a program
-    "COLUMN_BLOCK": 128,   # neighbouring columns per program
+    "COLUMN_BLOCK": 64,    # neighbouring columns per program
     "COLUMN_TILE": 8192,   # elements per step of a column program
     "COLUMN_WARPS": 4,
     "COLUMN_STAGES": 1,
@@ -57,7 +57,7 @@ def _rows_kernel(x_ptr, out_ptr, rows, n, inner, outer_stride, inner_stride, spl
         end = tl.where(split == 0, tl.where(e < VEC, head[:, None], n), 0)
         mask = live[:, None] & (column < end)
         total += tl.sum(tl.load(x_ptr + start[:, None] + column, mask=mask, other=0.0).to(tl.float32), 1)
-    tl.store(out_ptr + row * splits + split, total.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + row * splits + split, total, mask=live)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _columns_kernel(x_ptr, out_ptr, n, inner, n_stride, outer_stride, inner_stri
         x = tl.load(ptrs + at * n_stride, mask=mask, other=0.0, eviction_policy="evict_first")
         partial += x.to(tl.float32)
     out_ptrs = out_ptr + split.to(tl.int64) * out_split + outer * out_outer + column * out_inner
-    tl.store(out_ptrs, tl.sum(partial, 0).to(out_ptr.dtype.element_ty), mask=column < inner)
+    tl.store(out_ptrs, tl.sum(partial, 0), mask=column < inner)
 
 
 def _groups(x, dim):

@@ -16,31 +16,33 @@ KERNEL_TYPE = "rmsnorm"
 BACKEND = "triton"
 
 CONFIG = {
-    "TILE": 4096,                # elements a program holds at once: several narrow rows share it
-    "ELEMENTS_PER_THREAD": 32,   # sets num_warps from the tile
-    "PROGRAMS": 2048,            # beyond this many tiles a program takes several in turn
-    "HOIST": False,              # weight in registers, not from L1 for every tile
-    "STAGES": 1,                 # tiles in flight ahead of the arithmetic
+    "TILE": 8192,                # elements a program holds when several narrow rows share it
+    "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
+    "PROGRAMS": 512,             # rows share a program only beyond this many programs
+    "HOIST": True,               # weight is loaded beside x, not after the sum: its latency is hidden
+    "LOAD_POLICY": "",           # evict_first costs 5 % at 16384x8192 on an H200
+    "STORE_POLICY": "",
     "MAX_BLOCK": 16384,          # widest row kept in registers
 }
 
 
 @triton.jit
 def _rows_kernel(x_ptr, weight_ptr, out_ptr, rows, n, inner, outer_stride, inner_stride, eps,
-                 ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr):
+                 ROWS: tl.constexpr, BLOCK: tl.constexpr, HOIST: tl.constexpr,
+                 LOAD_POLICY: tl.constexpr, STORE_POLICY: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    mask = (row < rows) & (column < n)
+    start = row // inner * outer_stride + row % inner * inner_stride
+    x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy=LOAD_POLICY)
     if HOIST:
-        weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        mask = (row < rows) & (column < n)
-        start = row // inner * outer_stride + row % inner * inner_stride
-        x = tl.load(x_ptr + start + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 1) / n + eps)
-        if not HOIST:
-            weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-        y = x * scale[:, None] * weight
-        tl.store(out_ptr + row * n + column, y.to(out_ptr.dtype.element_ty), mask=mask)
+        weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / n + eps)
+    if not HOIST:
+        weight = tl.load(weight_ptr + column, mask=column < n, other=0.0)
+    y = x * scale[:, None] * weight.to(tl.float32)
+    tl.store(out_ptr + row * n + column, y.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy=STORE_POLICY)
 
 
 @triton.jit
@@ -58,7 +60,7 @@ def _wide_kernel(x_ptr, weight_ptr, out_ptr, n, inner, outer_stride, inner_strid
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < n, other=0.0, eviction_policy="evict_first").to(tl.float32)
         weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-        tl.store(out_ptr + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=column < n)
+        tl.store(out_ptr + column, x * scale * weight, mask=column < n)
 
 
 def _row_strides(x):
@@ -97,7 +99,8 @@ def kernel_fn(x, weight, eps=1e-6):
     share = max(1, min(CONFIG["TILE"] // block, rows // CONFIG["PROGRAMS"]))
     share = 1 << (share.bit_length() - 1)
     warps = min(max(share * block // (32 * CONFIG["ELEMENTS_PER_THREAD"]), 1), 16)
-    _rows_kernel[(min(triton.cdiv(rows, share), CONFIG["PROGRAMS"]),)](
+    _rows_kernel[(triton.cdiv(rows, share),)](
         x, weight, out, rows, n, inner, outer_stride, inner_stride, eps,
-        ROWS=share, BLOCK=block, STAGES=CONFIG["STAGES"], HOIST=CONFIG["HOIST"], num_warps=warps)
+        ROWS=share, BLOCK=block, HOIST=CONFIG["HOIST"], LOAD_POLICY=CONFIG["LOAD_POLICY"],
+        STORE_POLICY=CONFIG["STORE_POLICY"], num_warps=warps)
     return out

@@ -17,17 +17,17 @@ KERNEL_TYPE = "rotary_embedding"
 BACKEND = "triton"
 
 CONFIG = {
-    "TILE": 4096,        # elements of x a program turns at once
-    "HEADS": 4,          # heads a program takes in turn
+    "TILE": 2048,        # elements of x a program turns at once
+    "HEADS": 2,          # heads a program takes in turn
     "WARPS": 4,
-    "STAGES": 1,         # tiles in flight ahead of the arithmetic
+    "STAGES": 2,         # tiles in flight ahead of the arithmetic
 }
 
 
 @triton.jit
-def _rotary_kernel(x_ptr, cos_ptr, sin_ptr, out_ptr, heads, seq, half, x_batch, x_head, x_seq, cos_seq, sin_seq,
-                   INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
-                   STAGES: tl.constexpr):
+def _rotary_kernel(x_ptr, cos_ptr, sin_ptr, out_ptr, heads, seq, x_batch, x_head, x_seq, cos_seq, sin_seq,
+                   HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr,
+                   BLOCK_H: tl.constexpr, STAGES: tl.constexpr):
     pid = tl.program_id(0)
     seq_blocks = tl.cdiv(seq, BLOCK_S)
     head_blocks = tl.cdiv(heads, HEADS)
@@ -35,24 +35,24 @@ def _rotary_kernel(x_ptr, cos_ptr, sin_ptr, out_ptr, heads, seq, half, x_batch, 
     first = (pid // seq_blocks % head_blocks).to(tl.int64) * HEADS
     b = (pid // seq_blocks // head_blocks).to(tl.int64)
     i = tl.arange(0, BLOCK_H)[None, :]
-    mask = (position < seq) & (i < half)
+    mask = (position < seq) & (i < HALF)
     cos = tl.load(cos_ptr + position * cos_seq + i, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * sin_seq + i, mask=mask, other=0.0).to(tl.float32)
     for head in tl.range(first, tl.minimum(first + HEADS, heads), num_stages=STAGES):
         x_row = b * x_batch + head * x_head + position * x_seq
-        out_row = ((b * heads + head) * seq + position) * (2 * half)
+        out_row = ((b * heads + head) * seq + position) * (2 * HALF)
         if INTERLEAVED:
             j = tl.arange(0, 2 * BLOCK_H)[None, :]          # both of a pair in one 16-byte vector of one thread
-            pair_mask = (position < seq) & (j < 2 * half)
+            pair_mask = (position < seq) & (j < 2 * HALF)
             x = tl.load(x_ptr + x_row + j, mask=pair_mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             x0, x1 = tl.split(tl.reshape(x, [BLOCK_S, BLOCK_H, 2]))
             y = tl.interleave(x0 * cos - x1 * sin, x1 * cos + x0 * sin)
-            tl.store(out_ptr + out_row + j, y.to(out_ptr.dtype.element_ty), mask=pair_mask)
+            tl.store(out_ptr + out_row + j, y, mask=pair_mask)
         else:
             x0 = tl.load(x_ptr + x_row + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            x1 = tl.load(x_ptr + x_row + half + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(out_ptr + out_row + i, (x0 * cos - x1 * sin).to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(out_ptr + out_row + half + i, (x1 * cos + x0 * sin).to(out_ptr.dtype.element_ty), mask=mask)
+            x1 = tl.load(x_ptr + x_row + HALF + i, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            tl.store(out_ptr + out_row + i, x0 * cos - x1 * sin, mask=mask)
+            tl.store(out_ptr + out_row + HALF + i, x1 * cos + x0 * sin, mask=mask)
 
 
 def kernel_fn(x, cos, sin, interleaved=True):
@@ -71,7 +71,7 @@ def kernel_fn(x, cos, sin, interleaved=True):
     block_s = min(max(1, CONFIG["TILE"] // (2 * block_h)), triton.next_power_of_2(seq))
     grid = triton.cdiv(seq, block_s) * triton.cdiv(heads, CONFIG["HEADS"]) * batch
     _rotary_kernel[(grid,)](
-        x, cos, sin, out, heads, seq, half, x.stride(0), x.stride(1), x.stride(2), cos.stride(0), sin.stride(0),
-        INTERLEAVED=interleaved, HEADS=CONFIG["HEADS"], BLOCK_S=block_s, BLOCK_H=block_h, STAGES=CONFIG["STAGES"],
-        num_warps=CONFIG["WARPS"])
+        x, cos, sin, out, heads, seq, x.stride(0), x.stride(1), x.stride(2), cos.stride(0), sin.stride(0),
+        HALF=half, INTERLEAVED=interleaved, HEADS=CONFIG["HEADS"], BLOCK_S=block_s, BLOCK_H=block_h,
+        STAGES=CONFIG["STAGES"], num_warps=CONFIG["WARPS"])
     return out

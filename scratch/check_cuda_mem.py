@@ -26,11 +26,35 @@ TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 1e-5}
 OPS = ("softmax", "layernorm", "rmsnorm", "cross_entropy", "rotary_embedding", "reduce")
 
 
-def load(name, **config):
+PLAIN_STORE = "*reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);"
+STREAMED = {
+    PLAIN_STORE: "__stcs(reinterpret_cast<uint4*>(out), *reinterpret_cast<const uint4*>(&packed));",
+    **{
+        f"*reinterpret_cast<Vec<T, N>*>(target + {half}_at) = new_{half};": f"if constexpr (N * sizeof(T) == 16) "
+        f"__stcs(reinterpret_cast<uint4*>(target + {half}_at), reinterpret_cast<const uint4&>(new_{half}));"
+        f"else *reinterpret_cast<Vec<T, N>*>(target + {half}_at) = new_{half};"
+        for half in ("low", "high")
+    },
+}
+
+
+def load(name, ldcs=False, stcs=False, **config):
+    """The starter with other CONFIG values; ldcs, stcs: its 16-byte loads or stores made streaming (evict-first)."""
     spec = importlib.util.spec_from_file_location(f"{name}_{time.monotonic_ns()}", ROOT / f"kernels/cuda/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    unknown = config.keys() - module.CONFIG.keys()
+    if unknown:
+        raise KeyError(f"kernels/cuda/{name}.py has no {unknown}; it has {list(module.CONFIG)}")
     module.CONFIG.update(config)
+    plain = module.CUDA_SRC
+    if ldcs:
+        module.CUDA_SRC = module.CUDA_SRC.replace("__ldg(", "__ldcs(")
+    if stcs:
+        for old, new in STREAMED.items():
+            module.CUDA_SRC = module.CUDA_SRC.replace(old, new)
+    if (ldcs or stcs) and module.CUDA_SRC == plain:
+        raise ValueError(f"kernels/cuda/{name}.py: nothing to replace for {'ldcs' if ldcs else 'stcs'}")
     return module
 
 
@@ -94,7 +118,10 @@ ROWS = [
     (64, 2048),
     (3, 16392),
     (3, 50257),
+    (600, 20000),
+    (300, 50257),
     (2, 151936),
+    (140, 151936),
     (2, 300001),
     (40, 8192),
     (7000, 64),
@@ -268,13 +295,19 @@ BENCH = {  # shape: floor of the ratio to PyTorch
     "rotary_embedding": {(2, 32, 1024, 128): 6, (1, 32, 16384, 128): 0, (8, 32, 1, 128): 0},
     "reduce": {(8192, 8192): 1.3, (4096, 4096): 0, (262144, 64): 0, (4, 4194304): 0, (1024, 50257): 0},
 }
-SWEEP = {
-    "softmax": {"VECS": (2, 4, 8), "MAX_THREADS": (128, 256, 512, 1024)},
-    "layernorm": {"VECS": (2, 4, 8), "MAX_THREADS": (128, 256, 512)},
-    "rmsnorm": {"VECS": (2, 4, 8), "MAX_THREADS": (128, 256, 512)},
-    "cross_entropy": {"BATCH": (2, 4, 8), "MAX_THREADS": (128, 256, 512)},
-    "rotary_embedding": {"HEADS": (1, 2, 4), "THREADS": (128, 256)},
-    "reduce": {"BATCH": (2, 4, 8), "THREADS": (128, 256, 512)},
+VARIANTS = {
+    "softmax": [
+        {"WIDE_THREADS": 512},
+        {"WIDE_THREADS": 512, "SHARED_KB": 112},
+        {"WIDE_THREADS": 768},
+        {"stcs": True},
+        {"VECS": 8},
+    ],
+    "layernorm": [{"VECS": 4}, {"MAX_THREADS": 128}, {"MAX_THREADS": 512}, {"stcs": True}, {"ldcs": True}],
+    "rmsnorm": [{"VECS": 8}, {"VECS": 8, "MAX_THREADS": 128}, {"MAX_THREADS": 512}, {"stcs": True}, {"ldcs": True}],
+    "cross_entropy": [{"STAGES": 8}, {"STAGES": 6}, {"MAX_THREADS": 128}, {"MAX_THREADS": 512}],
+    "rotary_embedding": [{"HEADS": 4}, {"HEADS": 1}, {"THREADS": 128}, {"HEADS": 4, "THREADS": 128}, {"stcs": True}],
+    "reduce": [{"BATCH": 8}, {"THREADS": 512}],
 }
 
 
@@ -344,13 +377,8 @@ def main():
     result = {"launcher": launcher_behaviour() if not args.memcheck else {}, "ops": {}}
     for key, value in result["launcher"].items():
         print(f"  {key}: {value}")
-    plans = {op: [load(op)] for op in ops}
-    if not (args.no_sweep or args.memcheck):
-        for op in ops:
-            plans[op] += [
-                load(op, **dict(zip(SWEEP[op], values, strict=True)))
-                for values in itertools.product(*SWEEP[op].values())
-            ]
+    variants = {op: [{}, *([] if args.no_sweep or args.memcheck else VARIANTS[op])] for op in ops}
+    plans = {op: [load(op, **variant) for variant in variants[op]] for op in ops}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         modules = [m for plan in plans.values() for m in plan]
         compiled = list(pool.map(lambda m: m.compiled(), modules))
@@ -374,30 +402,41 @@ def main():
             f"{op:17s} {c['checks']} checks, {c['n_bad']} bad, worst {c['worst_of_tolerance']:.2f} of tolerance, {time.perf_counter() - start:.1f} s",
             flush=True,
         )
+        for variant, module in zip(variants[op][1:], plans[op][1:], strict=True):
+            try:
+                c["bad"] += [f"{variant}: {line}" for line in check(op, module, quick=True)["bad"]]
+            except CudaLaunchError as error:
+                c["bad"].append(f"{variant}: {error}")
         for line in c["bad"]:
             print("   BAD", line)
     if args.memcheck:
         torch.cuda.synchronize()
         return
     measure = timer()
+
+    def attempt(fn):
+        try:
+            return measure(fn)
+        except CudaLaunchError:
+            return float("nan")
+
     pair = torch.empty(2, 1 << 29, dtype=torch.float16, device="cuda").normal_()
     copy_us = measure(lambda: pair[1].copy_(pair[0]), 10)
     copy = result["copy_tb_s"] = 4 * (1 << 29) / copy_us / 1e6
     pair = None
     print(
-        f"copy of 1 GiB: {copy:.2f} TB/s\n{'op':17s} {'shape':22s} {'torch us':>9s} {'ours us':>9s} {'ratio':>6s} {'floor':>6s} {'% copy':>7s} {'best us':>8s}  best CONFIG"
+        f"copy of 1 GiB: {copy:.2f} TB/s\n{'op':17s} {'shape':22s} {'torch us':>9s} {'ours us':>9s} {'ratio':>6s} {'floor':>6s} {'% copy':>7s}  variants, us"
     )
     for op in ops:
+        print(f"{op}: variants " + ", ".join(" ".join(f"{k}={v}" for k, v in variant.items()) for variant in variants[op][1:]))
         rows = result["ops"][op]["bench"] = []
         for shape, floor in BENCH[op].items():
             inputs = bench_args(op, shape)
             theirs, ours = (
                 measure(lambda i=inputs: REFERENCE[op](*i)),
-                [measure(lambda m=m, i=inputs: m.kernel_fn(*i)) for m in plans[op]],
+                [attempt(lambda m=m, i=inputs: m.kernel_fn(*i)) for m in plans[op]],
             )
-            best = min(range(len(ours)), key=ours.__getitem__)
             share = bytes_moved(op, shape) / ours[0] / 1e6 / copy * 100
-            config = {k: plans[op][best].CONFIG[k] for k in SWEEP[op]}
             rows.append(
                 {
                     "shape": shape,
@@ -406,12 +445,14 @@ def main():
                     "ratio": theirs / ours[0],
                     "floor": floor,
                     "copy_pct": share,
-                    "sweep": [({k: m.CONFIG[k] for k in SWEEP[op]}, t) for m, t in zip(plans[op], ours, strict=True)],
+                    "variants": list(zip(variants[op], ours, strict=True)),
                 }
             )
             mark = "" if theirs / ours[0] >= floor else "  BELOW FLOOR"
             print(
-                f"{op:17s} {str(shape):22s} {theirs:9.1f} {ours[0]:9.1f} {theirs / ours[0]:6.2f} {floor:6.2f} {share:7.1f} {ours[best]:8.1f}  {config}{mark}",
+                f"{op:17s} {str(shape):22s} {theirs:9.1f} {ours[0]:9.1f} {theirs / ours[0]:6.2f} {floor:6.2f} {share:7.1f}  "
+                + " ".join(f"{us:7.1f}" for us in ours[1:])
+                + mark,
                 flush=True,
             )
             del inputs

@@ -25,26 +25,27 @@ def grid(**axes):
     return out
 
 
-def wide(pairs):
-    keys = ("WIDE_HOLD", "WIDE_BLOCK", "WIDE_STAGES", "WIDE_WARPS")
-    return [dict(zip(keys, p, strict=True), MAX_BLOCK=16384) for p in pairs]
+def pipelined(*rows):
+    return [dict(zip(("PIPELINED_TILE", "PIPELINED_WARPS", "PIPELINED_BUFFERS"), r, strict=True)) for r in rows]
 
 
-WIDE = wide([(4096, 8192, 1, 16), (4096, 16384, 1, 16), (4096, 8192, 2, 16), (4096, 8192, 3, 16), (2048, 4096, 3, 8),
-             (2048, 8192, 1, 8), (16384, 8192, 1, 16), (16384, 4096, 1, 16), (16384, 8192, 2, 16), (16384, 8192, 3, 16),
-             (32768, 8192, 1, 16), (32768, 8192, 1, 32), (32768, 16384, 1, 32), (32768, 16384, 2, 32),
-             (32768, 8192, 3, 32), (8192, 32768, 1, 32), (8192, 16384, 1, 32), (8192, 16384, 3, 32)])
-ROWS = grid(ELEMENTS_PER_THREAD=[8, 16, 32, 64])
-NORM = grid(ELEMENTS_PER_THREAD=[8, 16, 32], PROGRAMS=[1 << 20]) + grid(
-    ELEMENTS_PER_THREAD=[16, 32], PROGRAMS=[528, 1056, 2112], STAGES=[1, 2])
-RMS = [{**v, "HOIST": h} for v in NORM for h in (False, True)]
-CE = grid(BLOCK=[2048, 4096, 8192, 16384], WARPS=[4], STAGES=[1, 2, 3]) + grid(
-    BLOCK=[4096, 8192, 16384], WARPS=[8], STAGES=[1, 2, 3, 4]) + grid(BLOCK=[16384], WARPS=[16], STAGES=[1, 2])
-ROT = (grid(TILE=[1024, 2048, 4096], HEADS=[1, 2, 4, 8], WARPS=[4]) + grid(TILE=[4096, 8192], HEADS=[1, 4], WARPS=[8])
-       + grid(TILE=[2048, 4096], HEADS=[4, 8], STAGES=[2], WARPS=[4]))
-SUM = grid(BLOCK=[4096, 8192, 16384], WARPS=[2, 4, 8], STAGES=[1]) + grid(BLOCK=[2048, 4096], WARPS=[4], STAGES=[2, 3])
-COL = (grid(COLUMN_BLOCK=[64, 128, 256], COLUMN_TILE=[4096, 8192], COLUMN_WARPS=[4, 8], PROGRAMS=[528, 1056, 2112])
-       + grid(COLUMN_BLOCK=[128, 256], COLUMN_TILE=[4096], COLUMN_WARPS=[4], COLUMN_STAGES=[2, 3], PROGRAMS=[1056]))
+def wide(*rows):
+    keys = ("WIDE_TILE", "WIDE_HELD", "WIDE_WARPS", "WIDE_PROGRAMS", "WIDE_AHEAD", "WIDE_PERSISTENT")
+    return [dict(zip(keys, r, strict=True), PIPELINED_BUFFERS=0) for r in rows]
+
+
+PIPE = pipelined((8192, 32, 2), (8192, 16, 2), (4096, 16, 1), (2048, 8, 2))
+WIDE = wide((4096, 6, 16, 2, 0, 0), (8192, 2, 16, 2, 0, 0), (4096, 6, 16, 2, 0, 1), (4096, 6, 16, 2, 6, 0),
+            (4096, 6, 16, 2, 6, 1), (4096, 6, 16, 2, 13, 1), (8192, 2, 16, 2, 3, 1))
+WIDEST = wide((8192, 7, 32, 1, 0, 1), (8192, 7, 32, 1, 4, 1), (8192, 7, 32, 1, 8, 1), (8192, 7, 32, 1, 8, 0),
+              (8192, 6, 32, 1, 0, 0), (16384, 3, 32, 1, 0, 0), (16384, 2, 32, 1, 4, 1), (8192, 2, 16, 2, 0, 0),
+              (8192, 2, 16, 2, 2, 1), (8192, 7, 16, 1, 0, 0), (16384, 3, 16, 1, 3, 1))
+POLICIES = [("evict_first", ""), ("", ""), ("", "evict_first"), ("evict_first", "evict_first")]
+NORM = [dict(ELEMENTS_PER_THREAD=e, HOIST=True, LOAD_POLICY=a, STORE_POLICY=b) for e in (16, 32) for a, b in POLICIES]
+NORM += [dict(ELEMENTS_PER_THREAD=64, LOAD_POLICY="", STORE_POLICY=""), dict(ELEMENTS_PER_THREAD=8, LOAD_POLICY=""),
+         dict(ELEMENTS_PER_THREAD=16, HOIST=False, LOAD_POLICY=""), dict(ELEMENTS_PER_THREAD=32, HOIST=False),
+         dict(PROGRAMS=512, TILE=8192, LOAD_POLICY=""), dict(PROGRAMS=512, TILE=16384, LOAD_POLICY="")]
+COL = grid(COLUMN_BLOCK=[64, 128, 256], COLUMN_TILE=[4096, 8192], COLUMN_WARPS=[4, 8], PROGRAMS=[528, 1056])
 
 
 def rotary_eager(x, cos, sin):
@@ -76,50 +77,30 @@ def softmax(x):
 
 
 CASES = [
-    case("softmax", "4096x4096", lambda: (rn(4096, 4096),), softmax, ROWS, 2.6),
-    case("softmax", "4096x50257", lambda: (rn(4096, 50257),), softmax, WIDE, 1.5),
-    case("softmax", "2048x151936", lambda: (rn(2048, 151936),), softmax, WIDE, 1.6),
-    case("softmax", "16384x8192", lambda: (rn(16384, 8192),), softmax, ROWS),
-    case("softmax", "12288x197", lambda: (rn(12288 * 4, 197),), softmax, grid(TILE=[1024, 2048, 4096],
-                                                                         ELEMENTS_PER_THREAD=[8, 16, 32])),
-    case("softmax", "1x151936", lambda: (rn(1, 151936),), softmax, WIDE[:4]),
-    case("softmax", "4096x4096 fp32", lambda: (rn(4096, 4096, dtype=torch.float32),), softmax, ROWS),
-    case("softmax", "64x512x512 dim1", lambda: (rn(64, 512, 512),), lambda x: F.softmax(x, 1),
-         grid(COLUMN_BLOCK=[32, 64, 128], TILE=[4096, 8192]), extra=(1,)),
+    case("softmax", "4096x4096", lambda: (rn(4096, 4096),), softmax, [], 2.6),
+    case("softmax", "4096x50257", lambda: (rn(4096, 50257),), softmax, PIPE + WIDE, 1.5),
+    case("softmax", "2048x151936", lambda: (rn(2048, 151936),), softmax, WIDEST, 1.6),
+    case("softmax", "4096x32000", lambda: (rn(4096, 32000),), softmax, PIPE[:1] + WIDE[:3]),
+    case("softmax", "4x131072", lambda: (rn(4, 131072),), softmax, WIDEST[4:8]),
+    case("softmax", "4096x50257 bf16", lambda: (rn(4096, 50257, dtype=torch.bfloat16),), softmax, PIPE[:1] + WIDE[:2]),
+    case("softmax", "4096x20000 fp32", lambda: (rn(4096, 20000, dtype=torch.float32),), softmax, PIPE[:1] + WIDE[:2]),
+    case("softmax", "16384x8192", lambda: (rn(16384, 8192),), softmax, []),
+    case("softmax", "12288x197", lambda: (rn(12288 * 4, 197),), softmax, []),
+    case("softmax", "64x512x512 dim1", lambda: (rn(64, 512, 512),), lambda x: F.softmax(x, 1), [], extra=(1,)),
     case("layernorm", "4096x2048", lambda: (rn(4096, 2048), rn(2048), rn(2048)),
          lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b), NORM, 1.3),
-    case("layernorm", "8192x4096", lambda: (rn(8192, 4096), rn(4096), rn(4096)),
-         lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b), NORM),
     case("layernorm", "16384x8192", lambda: (rn(16384, 8192), rn(8192), rn(8192)),
          lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b), NORM, 1.65),
-    case("layernorm", "8192x768", lambda: (rn(8192, 768), rn(768), rn(768)),
-         lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b),
-         grid(TILE=[1024, 2048, 4096], ELEMENTS_PER_THREAD=[8, 16, 32])),
     case("rmsnorm", "4096x4096", lambda: (rn(4096, 4096), rn(4096)),
-         lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-6), RMS, 1.2),
+         lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-6), NORM, 1.2),
     case("rmsnorm", "16384x8192", lambda: (rn(16384, 8192), rn(8192)),
-         lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-6), RMS, 1.5),
-    case("rmsnorm", "512x768", lambda: (rn(512, 768), rn(768)),
-         lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-6), grid(ELEMENTS_PER_THREAD=[8, 16, 32])),
-    case("cross_entropy", "4096x32000", lambda: (rn(4096, 32000), torch.randint(32000, (4096,), device="cuda")),
-         F.cross_entropy, CE, 2.1),
-    case("cross_entropy", "4096x50257", lambda: (rn(4096, 50257), torch.randint(50257, (4096,), device="cuda")),
-         F.cross_entropy, CE, 2.3),
+         lambda x, w: F.rms_norm(x, (x.shape[-1],), w, 1e-6), NORM, 1.5),
     case("cross_entropy", "2048x151936", lambda: (rn(2048, 151936), torch.randint(151936, (2048,), device="cuda")),
-         F.cross_entropy, CE, 3.0),
-    case("cross_entropy", "16x151936", lambda: (rn(16, 151936), torch.randint(151936, (16,), device="cuda")),
-         F.cross_entropy, grid(PROGRAMS=[1, 264, 528, 1056])),
-    case("rotary_embedding", "2x32x1024x128", lambda: (rn(2, 32, 1024, 128), *angles(1024, 64)), rotary_eager, ROT,
-         6.0),
-    case("rotary_embedding", "8x32x4096x128", lambda: (rn(8, 32, 4096, 128), *angles(4096, 64)), rotary_eager, ROT),
-    case("rotary_embedding", "2x1024x32x128 view", lambda: (rn(2, 1024, 32, 128).transpose(1, 2), *angles(1024, 64)),
-         rotary_eager, ROT),
-    case("rotary_embedding", "8x32x4096x128 half", lambda: (rn(8, 32, 4096, 128), *angles(4096, 64)), rotate_half_eager,
-         ROT, extra=(False,)),
-    case("reduce", "8192x8192", lambda: (rn(8192, 8192),), lambda x: x.sum(-1), SUM, 1.3),
-    case("reduce", "4096x50257", lambda: (rn(4096, 50257),), lambda x: x.sum(-1), SUM),
-    case("reduce", "1x67108864", lambda: (rn(1, 1 << 26),), lambda x: x.sum(-1),
-         grid(BLOCK=[4096, 8192], STAGES=[1, 2], PROGRAMS=[528, 1056, 2112, 4224])),
+         F.cross_entropy, [], 3.0),
+    case("rotary_embedding", "2x32x1024x128", lambda: (rn(2, 32, 1024, 128), *angles(1024, 64)), rotary_eager, [], 6.0),
+    case("rotary_embedding", "1x32x16384x128", lambda: (rn(1, 32, 16384, 128), *angles(16384, 64)), rotary_eager,
+         grid(TILE=[1024, 2048], HEADS=[2, 4], STAGES=[1, 2])),
+    case("reduce", "8192x8192", lambda: (rn(8192, 8192),), lambda x: x.sum(-1), [], 1.3),
     case("reduce", "8192x8192 dim0", lambda: (rn(8192, 8192),), lambda x: x.sum(0), COL, extra=(0,)),
     case("reduce", "4096x50257 dim0", lambda: (rn(4096, 50257),), lambda x: x.sum(0), COL[::3], extra=(0,)),
 ]

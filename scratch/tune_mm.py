@@ -148,7 +148,7 @@ def compile_one(task):
         driver.set_active(Stub())
         run = jit.JITFunction.run
         jit.JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
-        props = type("Props", (), {"multi_processor_count": sms, "shared_memory_per_block_optin": shared})
+        props = type("Props", (), {"multi_processor_count": sms, "shared_memory_per_block_optin": shared, "major": 9})
         torch.cuda.get_device_properties = lambda device=None: props
         torch.cuda.get_device_capability = lambda device=None: (9, 0)
         torch.Tensor.is_cuda = property(lambda self: True)

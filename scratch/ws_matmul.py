@@ -1,5 +1,6 @@
 # ruff: noqa
-"""Experiment: warp-specialised (Triton 3.6 on Hopper). Matrix product C = A @ B (+ bias) in Triton: a persistent kernel fed by Hopper's tensor memory accelerator (TMA).
+# Experiment: the matmul starter warp-specialised by Triton 3.6 on Hopper
+"""Matrix product C = A @ B (+ bias) in Triton: a persistent kernel fed by Hopper's tensor memory accelerator (TMA).
 
 A (..., M, K) and B (K, N) may be strided or transposed views: a Linear's weight comes as `weight.t()`, uncopied.
 Compute-bound from a few hundred rows of A on; below that the time is that of reading B once. Where TMA is not possible
@@ -64,7 +65,7 @@ def _store(c, row, col, M, N, tile, TMA: tl.constexpr):
 def _matmul(a_ptr, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, num_programs,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
             TMA: tl.constexpr, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, TMA_STORE: tl.constexpr,
-            STORE_HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr):
+            STORE_HALVES: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr):
     a = tl.make_tensor_descriptor(a_ptr, shape=[M, K], strides=[stride_am, 1], block_shape=[BLOCK_M, BLOCK_K])
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -78,8 +79,6 @@ def _matmul(a_ptr, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_
         for k in range(0, K, BLOCK_K):
             a_tile = _load(a, row, k, M, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, TMA, TRANS_A, EVEN)
             b_tile = _load(b, k, col, K, N, stride_bk, stride_bn, BLOCK_K, BLOCK_N, TMA, TRANS_B, EVEN)
-            if UPCAST:
-                a_tile, b_tile = a_tile.to(tl.float32), b_tile.to(tl.float32)
             acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
         n = col + tl.arange(0, BLOCK_N)
         if HAS_BIAS:
@@ -103,11 +102,11 @@ def _descriptor(t, block_row, block_col):
 
 def _tiling(a, N):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared = a.shape[0], 1, 227 * 1024
+    M, sms, shared, fma = a.shape[0], 1, 227 * 1024, a.dtype == torch.float32
     if a.is_cuda:
         props = torch.cuda.get_device_properties(a.device)
-        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
-    if a.dtype == torch.float32:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
+        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+    if fma:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
         return (128 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
         m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
@@ -120,7 +119,8 @@ def _tiling(a, N):
         _, (m, n, _) = min((w * s[0] * s[1] * s[2], s) for w, s in zip(waves, sizes, strict=True))
         warps = CONFIG["num_warps"] if m * n > 64 * 128 else 4
     if shared < 200 * 1024:
-        m, n, k, stages = min(m, 128), min(n, 128), min(k, 64), min(stages, 3)
+        m, n, k = min(m, 128), min(n, 128), min(k, 64)
+    stages = min(stages, shared // ((m + n) * k * a.element_size()))
     return m, n, k, warps, stages, sms
 
 
@@ -129,6 +129,8 @@ def kernel_fn(A, B, bias=None):
     if B.ndim != 2 or A.shape[-1] != B.shape[0] or A.dtype != B.dtype:
         got = f"A {tuple(A.shape)} {A.dtype}, B {tuple(B.shape)} {B.dtype}"
         raise ValueError(f"matmul: {got}: pass A (..., M, K) and B (K, N) of one dtype")
+    if A.dtype == torch.bfloat16 and not A.is_cuda:  # Triton's interpreter multiplies bf16 as integers and truncates it
+        return kernel_fn(A.float(), B.float(), bias if bias is None else bias.float()).to(A.dtype)
     if A.shape[0] < 128 or A.stride(1) != 1:
         raise ValueError("experiment: at least 128 contiguous rows")
     triton.set_allocator(lambda size, align, stream: torch.empty(size, device=A.device, dtype=torch.int8))
@@ -144,7 +146,7 @@ def kernel_fn(A, B, bias=None):
     b_desc, trans_b = _descriptor(B, block_k, block_n) if a_desc else (None, False)
     halves = CONFIG["STORE_HALVES"]
     c_desc, trans_c = _descriptor(C.view(M, N), block_m, block_n >> halves) if b_desc else (None, False)
-    tma = b_desc is not None
+    tma, tma_store = b_desc is not None, c_desc is not None and not trans_c
     tiles = triton.cdiv(M, block_m) * triton.cdiv(N, block_n)
     persistent = CONFIG["PERSISTENT"] and tma and M > 64  # the other cases need several small programs per SM
     programs = min(tiles, sms) if persistent else tiles
@@ -156,7 +158,6 @@ def kernel_fn(A, B, bias=None):
         TMA=tma, TRANS_A=trans_a, TRANS_B=trans_b, TMA_STORE=False, STORE_HALVES=False,
         HAS_BIAS=bias is not None,
         EVEN=not tma and M % block_m == 0 and N % block_n == 0 and K % block_k == 0,
-        UPCAST=a.dtype == torch.bfloat16 and not a.is_cuda,  # Triton's interpreter multiplies bf16 as integers
         num_warps=warps, num_stages=stages,
     )
     return C

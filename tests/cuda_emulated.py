@@ -30,6 +30,8 @@ def emulate(starter, folder: Path, **config):
         r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", starter.CUDA_SRC
     )
     source = source.replace("__CUDA_ARCH__", "900")
+    dynamic = r"static thread_local \1 \2[(227 << 10) / sizeof(\1)];"  # as much as a Hopper block can have
+    source = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", dynamic, source)
     launchers = cuda.parse_launchers(source, defines)
     text = f'#include "cuda_emulator.h"\n{source}\n{cuda.glue(launchers)}'
     (folder / "kernel.cpp").write_text(text)

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #define __DEVICE_LAUNCH_PARAMETERS_H__      // ours follow
 #include <cuda_runtime.h>
+#define _CUDA_PIPELINE_PRIMITIVES_H_        // ours follow
 #include <ucontext.h>
 
 #include <atomic>
@@ -38,7 +39,15 @@ namespace emu {
 
 constexpr size_t STACK = 128 << 10;
 struct Cluster { std::atomic<long> arrivals{0}; long threads; std::vector<char*> anchors; };
-struct Fiber { ucontext_t context; std::unique_ptr<char[]> stack; bool done; uint3 index; long arrived; };
+struct Copy { void* to; const void* from; size_t size; };
+struct Fiber {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack;
+    bool done;
+    uint3 index;
+    long arrived;
+    std::vector<std::vector<Copy>> groups;   // asynchronous copies, committed but for the last group
+};
 struct Gate { int waiting = 0; long generation = 0; };
 struct Block {
     std::vector<Fiber> fibers;
@@ -79,7 +88,7 @@ inline void run_block(Cluster& cluster, unsigned rank, dim3 grid, dim3 threads, 
     for (int i = 0; i < n; i++) {
         Fiber& f = block.fibers[i];
         if (!f.stack) f.stack.reset(new char[STACK]);
-        f.done = false, f.arrived = 0;
+        f.done = false, f.arrived = 0, f.groups.assign(1, {});
         f.index = {i % threads.x, i / threads.x % threads.y, i / threads.x / threads.y};
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
@@ -120,6 +129,8 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(P...), A... 
 }  // namespace emu
 
 #define cudaLaunchKernelEx emu::launch
+#define cudaFuncSetAttribute(...) cudaSuccess
+#define cudaDeviceGetAttribute(value, ...) (*(value) = 227 << 10)
 
 inline void __syncthreads() { emu::pass(emu::block.gate, int(emu::block.fibers.size())); }
 inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }
@@ -145,6 +156,18 @@ inline unsigned __clusterSizeInBlocks() { return emu::block.cluster->anchors.siz
 inline void* __cluster_map_shared_rank(const void* p, unsigned rank) {
     if (emu::self().arrived == 0) abort();
     return emu::block.cluster->anchors[rank] + (static_cast<const char*>(p) - &emu::anchor);
+}
+
+// Asynchronous copies happen as late as they may: when their group is waited for.
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t size) {
+    if ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % size) abort();
+    emu::self().groups.back().push_back({to, from, size});
+}
+inline void __pipeline_commit() { emu::self().groups.emplace_back(); }
+inline void __pipeline_wait_prior(size_t prior) {
+    auto& groups = emu::self().groups;
+    for (; groups.size() > prior + 1; groups.erase(groups.begin()))
+        for (const emu::Copy& c : groups.front()) memcpy(c.to, c.from, c.size);
 }
 template <typename V> V __ldg(const V* p) { return *p; }
 template <typename V> V __ldcs(const V* p) { return *p; }

@@ -68,10 +68,10 @@ def gpu_trace():
             event("user_annotation", f"{RANGE}0.1", start + 10, 100),
             event("cpu_op", "aten::linear", start + 12, 90, **{"External id": first}),
             event("cpu_op", "aten::addmm", start + 15, 80, **{"External id": first + 1}),
-            event("cuda_driver", "cuLaunchKernelEx", start + 20, 5, correlation=first),
+            event("cuda_driver", "cuLaunchKernelEx", start + 5, 5, correlation=first),  # by another clock
             event("cuda_runtime", "cudaLaunchKernel", start + 40, 5, correlation=first + 1),
             event("cuda_runtime", "cudaStreamIsCapturing", start + 50, 1),
-            event("kernel", "gemm", start + 300, 60.5, tid=90, correlation=first),
+            event("kernel", "gemm", start + 300, 60.5, tid=90, correlation=first, **{"External id": first + 1}),
             event("kernel", "splitKreduce", start + 370, 9.5, tid=90, correlation=first + 1),
             event("user_annotation", f"{RANGE}0.2", start + 120, 20),
             event("cuda_runtime", "cudaLaunchKernel", start + 130, 5, correlation=first + 2),
@@ -139,8 +139,9 @@ def test_profile_then_extract(run, model, tmp_path):
         starter = repo_root() / "kernels" / f"{read.spec.name}.py"
         assert (read.folder / "kernel.py").read_bytes() == starter.read_bytes()
 
-    (workspace / "active").write_text("3_" + plan["targets"][2]["op"])
-    assert targets.active_target().calls == plan["targets"][2]["calls"]
+    active = next(t for t in plan["targets"] if t["op"] != "rmsnorm")
+    (workspace / "active").write_text(active["name"])
+    assert targets.active_target().calls == active["calls"]
     wanted = next(r for r in record["targets"] if r["rank"] > 3)
     status, out, _ = run("extract", "--rank", wanted["rank"], "--backend", "cuda")
     ranks = [int(t.name.partition("_")[0]) for t in targets.read_targets()]
@@ -194,9 +195,18 @@ def test_neighbours_keep_heads_and_widths(tmp_path):
     assert [c.size["shape"] for c in scores.neighbours()] == [(8, 5), (8, 20)]
 
 
+def test_a_long_target_shrinks_for_the_interpreter(tmp_path):
+    head = target(tmp_path / "1_m", "matmul", {
+        "A": ((1, 1023, 768), (1023 * 768, 768, 1), "float16"), "B": ((768, 50257), (1, 768), "float16")})  # fmt: skip
+    (case,) = head.cases(on_gpu=False)
+    assert (case.name, case.size) == ("target_shrunk", {"rows": (1, 1), "K": 768, "N": 50257})
+    assert case.strides["B"] == (1, 768) and head.neighbours(on_gpu=False) == []
+    assert head.cases()[0].name == "target" and head.cases()[0].size["rows"] == (1, 1023)
+
+
 def test_mixed_dtypes_reach_the_case(tmp_path):
-    found = target(tmp_path / "1_r", "rmsnorm", {
-        "x": ((2, 8, 32), (256, 32, 1), "float16"), "weight": ((32,), (1,), "float32")}, scalars={"eps": 1e-5})  # fmt: skip
+    given = {"x": ((2, 8, 32), (256, 32, 1), "float16"), "weight": ((32,), (1,), "float32")}
+    found = target(tmp_path / "1_r", "rmsnorm", given, scalars={"eps": 1e-5})
     tensors = found.spec.tensors(found.cases()[0])
     assert (tensors["x"].dtype, tensors["weight"].dtype) == (torch.float16, torch.float32)
     assert found.cases()[0].scalars == {"eps": 1e-5}

@@ -250,6 +250,7 @@ SPELLINGS = [
     ("matmul", lambda m, x, w: x @ w, X, [(DIM, 7)]),
     ("matmul", lambda m, x, w, b: torch.addmm(b, x.view(-1, DIM), w), X, [(DIM, 7), (7,)]),
     ("matmul", lambda m, x, w: x @ w, X, [(DIM,)]),
+    ("matmul", lambda m, x, w: torch.bmm(x.reshape(1, -1, DIM), w), X, [(1, DIM, 7)]),
     ("matmul", lambda m, x, w: torch.einsum("bsd,dn->bsn", x, w), X, [(DIM, 7)]),
     ("matmul", lambda m, x, w: torch.einsum("bshk,hkd->bsd", x.unflatten(-1, (4, -1)), w), X, [(4, DIM // 4, 7)]),
     ("matmul", lambda m, x, w: torch.einsum("bsd,hdk->bhsk", x, w), X, [(4, DIM, 7)]),

@@ -29,10 +29,12 @@ def product(node):
         return View(node.args[0]), View(node.args[1]).then("t"), bias, ()
     if kind == "addmm" and operand(node, "beta") == operand(node, "alpha") == 1 and len(shape(node.args[0])) == 1:
         return View(node.args[1]), View(node.args[2]), node.args[0], ()
-    if kind in ("mm", "matmul", "mv"):
+    if kind in ("mm", "matmul", "mv", "bmm"):
         a, b = View(node.args[0]), View(node.args[1])
         if len(shape(b.node)) == 2:
             return a, b, None, ()
+        if len(shape(b.node)) == 3 and shape(b.node)[0] == 1 < shape(b.node)[1]:  # a batch of one; K = 1 is no product
+            return a, b.then("select.int", 0, 0), None, ()
         if len(shape(b.node)) == 1 and len(shape(a.node)) >= 2:
             return a, b.then("unsqueeze", 1), None, (("squeeze.dim", -1),)
     return None

@@ -1,8 +1,9 @@
 """Mean cross-entropy of logits against class indices, CUDA C++: one pass over the logits, any vocabulary.
 
 The logits are read once and nothing is written but one float a row: the bound is 2 bytes an fp16 logit. Each thread
-keeps a running (maximum, sum of exponentials) over batches of BATCH independent 16-byte loads; the pairs merge in warp
-shuffles, shared memory and, where there are few rows, across a cluster of blocks. A second, tiny kernel takes the mean.
+keeps a running (maximum, sum of exponentials) and STAGES 16-byte copies to shared memory in flight at any time: its own
+ring, which costs no registers and needs no barrier. The pairs merge in warp shuffles, shared memory and, where there
+are few rows, across a cluster of blocks. A second, tiny kernel takes the mean.
 """
 
 from functools import lru_cache
@@ -14,28 +15,25 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "cross_entropy"
 BACKEND = "cuda"
 
-# BATCH: 16-byte loads in flight a thread; MAX_THREADS: a block; MAX_CLUSTER: blocks that share a row (1, 2, 4, 8) while
-# there are fewer than FILL blocks (four on each of an H200's 132 SMs); NARROW_THREADS: a block of narrow rows, up to a
-# warp each.
-CONFIG = {"BATCH": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "FILL": 528, "NARROW_THREADS": 128}
+# STAGES: 16-byte copies in flight a thread (up to 8); MAX_THREADS: a block; MAX_CLUSTER: blocks that share a row (1, 2,
+# 4, 8) while there are fewer than FILL blocks (four on each of an H200's 132 SMs); NARROW_THREADS: a block of narrow
+# rows, up to a warp each.
+CONFIG = {"STAGES": 4, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "FILL": 528, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cstdint>
 
 constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
 constexpr long long IGNORED = -100;                 // PyTorch's ignore_index
-constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr float LOWEST = -3.402823466e38f;          // below or equal to any finite logit
 
 // ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
-
-template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
-}
 
 // ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
 
@@ -63,29 +61,26 @@ template <typename T> __device__ float exponential(float x) {
     return y;
 }
 
-// exp(m - top), 1 where both are -inf: the factor that brings a sum taken relative to m to one relative to top.
-template <typename T> __device__ float rescale(float m, float top) { return m == top ? 1.f : exponential<T>(m - top); }
-
+// Starts below every logit, at no infinity: m - m is 0 even where all logits are -inf.
 struct MaxSum {
-    float m, sum;
+    float m = LOWEST, sum = 0.f;
+
     template <typename T> __device__ void merge(MaxSum other) {
         const float top = fmaxf(m, other.m);
-        sum = sum * rescale<T>(m, top) + other.sum * rescale<T>(other.m, top);
+        sum = sum * exponential<T>(m - top) + other.sum * exponential<T>(other.m - top);
+        m = top;
+    }
+
+    template <typename T, int N> __device__ void add(const T (&x)[N]) {
+        float top = m, part = 0.f;
+        #pragma unroll
+        for (int i = 0; i < N; i++) top = fmaxf(top, static_cast<float>(x[i]));
+        #pragma unroll
+        for (int i = 0; i < N; i++) part += exponential<T>(static_cast<float>(x[i]) - top);
+        sum = sum * exponential<T>(m - top) + part;
         m = top;
     }
 };
-__device__ MaxSum nothing() { return {NEG_INF, 0.f}; }
-
-// Of N values at once. Relative to 0 where all are -inf: their exp is 0 then, and a NaN still spreads.
-template <typename T, typename E, int N> __device__ MaxSum max_sum(const E (&x)[N]) {
-    MaxSum a = nothing();
-    #pragma unroll
-    for (int i = 0; i < N; i++) a.m = fmaxf(a.m, static_cast<float>(x[i]));
-    const float base = a.m == NEG_INF ? 0.f : a.m;
-    #pragma unroll
-    for (int i = 0; i < N; i++) a.sum += exponential<T>(static_cast<float>(x[i]) - base);
-    return a;
-}
 
 // Over the threads of one row within a warp; all of them get the result.
 template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
@@ -103,7 +98,7 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
     const int lane = threadIdx.x % 32;
     if (lane == 0) of_warp[threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : nothing(), 32);    // in every warp: no second barrier
+    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : MaxSum(), 32);    // in every warp: no second barrier
     if (cluster > 1) {
         if (threadIdx.x < cluster) *in_block(&of_block[block_rank()], threadIdx.x) = a;
         cluster_arrive(cluster);
@@ -122,32 +117,40 @@ row_losses(const T* __restrict__ logits, const long long* __restrict__ targets, 
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
     const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
-    const long long me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
+    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
     const T* x = logits + row * row_stride;
 
-    float picked = 0.f;                             // loaded first, needed last
-    long long target = 0;
-    if (me == 0) {
-        target = targets[row];
-        if (target >= 0 && target < n_cols) picked = static_cast<float>(x[target]);
-    }
     // Rows of an odd width start anywhere: a few elements lie before the first 16-byte boundary and after the last.
     const long long before = (-reinterpret_cast<uintptr_t>(x) & 15) / sizeof(T);
-    const long long first = before < n_cols ? before : n_cols;
-    const long long n_vectors = (n_cols - first) / LANES<T>, edges = n_cols - n_vectors * LANES<T>;
-    MaxSum local = nothing();
+    const int first = before < n_cols ? before : n_cols, n_vectors = (n_cols - first) / LANES<T>;
+    const int edges = n_cols - static_cast<long long>(n_vectors) * LANES<T>;
+
+    __shared__ Vec<T, LANES<T>> ring[STAGES][MAX_THREADS];
+    const int slot = threadIdx.y * blockDim.x + threadIdx.x;
+    auto copy = [&](int v, int stage) {             // a commit even where there is nothing: the waits count them
+        const T* vector = x + first + static_cast<long long>(v) * LANES<T>;
+        if (v < n_vectors) __pipeline_memcpy_async(&ring[stage][slot], vector, 16);
+        __pipeline_commit();
+    };
+    #pragma unroll
+    for (int i = 0; i < STAGES; i++) copy(me + i * threads, i);
+
+    float picked = 0.f;                             // needed last
+    const long long target = me == 0 ? targets[row] : 0;
+    if (me == 0 && target >= 0 && target < n_cols) picked = static_cast<float>(x[target]);
+
+    MaxSum local;
     if (me < edges) {
-        const T edge[1] = {x[me < first ? me : n_vectors * LANES<T> + me]};
-        local = max_sum<T>(edge);
+        const T edge[1] = {x[me < first ? me : static_cast<long long>(n_vectors) * LANES<T> + me]};
+        local.add(edge);
     }
-    for (long long v = me; v < n_vectors; v += BATCH * threads) {
-        Vec<T, LANES<T>> batch[BATCH];
+    for (int v = me; v < n_vectors;) {
         #pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (v + i * threads < n_vectors) batch[i] = load_vector(x + first + (v + i * threads) * LANES<T>);
-        #pragma unroll
-        for (int i = 0; i < BATCH; i++)
-            if (v + i * threads < n_vectors) local.merge<T>(max_sum<T>(batch[i].x));
+        for (int i = 0; i < STAGES; i++, v += threads) {
+            __pipeline_wait_prior(STAGES - 1);      // the oldest copy has arrived
+            if (v < n_vectors) local.add(ring[i][slot].x);
+            copy(v + STAGES * threads, i);
+        }
     }
     cluster_wait(cluster);                          // every block of the cluster now runs
     const MaxSum total = row_reduce<T>(local, cluster);
@@ -163,7 +166,7 @@ mean_loss(const float* __restrict__ losses, const long long* __restrict__ target
           long long n_rows) {
     __shared__ float sums[32], counts[32];
     float sum = 0.f, count = 0.f;                   // a count is exact below 2^24 rows
-    #pragma unroll 4
+    #pragma unroll 8
     for (long long row = threadIdx.x; row < n_rows; row += 1024) {
         sum += losses[row];
         count += targets[row] != IGNORED;
@@ -201,9 +204,9 @@ int cross_entropy(const T* logits, const long long* targets, float* losses, floa
                   long long n_cols, long long row_stride, cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;
     int threads = 16, cluster = 1;                  // 16: one thread for each element outside the 16-byte boundaries
-    while (threads < MAX_THREADS && threads * BATCH < vectors) threads *= 2;
-    while (cluster < CLUSTER_LIMIT && n_rows * cluster < FILL && cluster * MAX_THREADS * BATCH < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
+    while (threads < MAX_THREADS && threads * STAGES < vectors) threads *= 2;
+    while (cluster < CLUSTER_LIMIT && n_rows * cluster < FILL && cluster * MAX_THREADS * STAGES < vectors) cluster *= 2;
+    const int rows = threads <= 32 ? min(NARROW_THREADS, MAX_THREADS) / threads : 1;
     const int error = launch(row_losses<T>, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
                              logits, targets, losses, n_rows, n_cols, row_stride, cluster);
     return error ? error : launch(mean_loss, 1, 1024, 1, stream, losses, targets, out, n_rows);

@@ -1,10 +1,10 @@
 """LayerNorm over the last dimension, CUDA C++: one pass over memory, rows of any width.
 
 A row is read once, in 16-byte accesses, and stays in registers until the store: 2 bytes moved per fp16 element and
-direction; weight and bias come from L1. The variance is computed from those registers in a second pass around the mean,
-with the correction that removes the mean's own rounding: more exact than any one-pass formula, Welford's included.
-Up to a warp takes a narrow row, a block of up to MAX_THREADS threads a row of up to 8,192 fp16 values, a cluster of
-blocks a wider one; only beyond 131,072 is a row read again.
+direction; weight and bias come from L1. Each thread computes count, mean and squared deviations of its part; the parts
+merge as in Chan's form of Welford's algorithm, so that one reduction gives both moments. Up to a warp takes a narrow
+row, a block of up to MAX_THREADS threads a row of up to 16,384 fp16 values, a cluster of blocks a wider one; only
+beyond 131,072 is a row read again.
 """
 
 from functools import lru_cache
@@ -16,9 +16,9 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "layernorm"
 BACKEND = "cuda"
 
-# VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
-# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
-CONFIG = {"VECS": 4, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
+# VECS: 16-byte vectors that a thread holds; MAX_THREADS: a block before a row is split over a cluster; MAX_CLUSTER:
+# blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
+CONFIG = {"VECS": 8, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
@@ -33,21 +33,16 @@ constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
 
+// Plain loads: evict-first ones cost 5 % on an H200, though x is read only once.
 template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
-}
-
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
-// registers.
-template <typename V> __device__ V fresh(V v) {
-    uint4& raw = reinterpret_cast<uint4&>(v);
-    asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
-    return v;
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
+    return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
 // The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
-// after the last 16-byte boundary (rows of an odd width start anywhere). KEEP == 0: nothing is kept, each visit loads.
-template <typename T, int KEEP> struct Row {
+// after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter
+// of the registers. KEEP == 0: nothing is kept, each visit loads.
+template <typename T, int KEEP, bool ALIGNED> struct Row {
     using Index = std::conditional_t<KEEP == 0, long long, int>;
     const T* x;
     Index first, n_vectors, edges, me, threads;     // first: elements before the first 16-byte boundary
@@ -55,7 +50,7 @@ template <typename T, int KEEP> struct Row {
     Vec<T, 1> edge;
 
     __device__ Row(const T* row, long long n_cols, int me, int threads) : x(row), me(me), threads(threads) {
-        const long long before = (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
+        const long long before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
         first = before < n_cols ? before : n_cols;
         n_vectors = (n_cols - first) / LANES<T>;
         edges = n_cols - n_vectors * LANES<T>;
@@ -64,7 +59,7 @@ template <typename T, int KEEP> struct Row {
             for (int i = 0; i < KEEP; i++)          // all loads are issued before the first is used
                 if (me + i * threads < n_vectors) kept[i] = load_vector(x + first + (me + i * threads) * LANES<T>);
         }
-        if (me < edges) edge.x[0] = x[edge_column()];
+        if (!ALIGNED && me < edges) edge.x[0] = x[edge_column()];
     }
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
@@ -73,21 +68,21 @@ template <typename T, int KEEP> struct Row {
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
-                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
+                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
         } else {
             #pragma unroll 1
             for (Index v = me; v < n_vectors; v += threads)
                 f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
         }
-        if (me < edges) f(edge_column(), edge);
+        if (!ALIGNED && me < edges) f(edge_column(), edge);
     }
 };
 
-template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
+template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    if (N * sizeof(T) == 16 && (reinterpret_cast<uintptr_t>(out) & 15) == 0) {
+    if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
     } else {                                        // x is a view whose rows are aligned differently from out's
         #pragma unroll
@@ -96,9 +91,9 @@ template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) 
 }
 
 // N consecutive elements of a parameter vector; every row reads them, so they stay in L1.
-template <typename T, int N> __device__ Vec<T, N> parameters(const T* p) {
+template <bool ALIGNED, typename T, int N> __device__ Vec<T, N> parameters(const T* p) {
     Vec<T, N> v;
-    if (reinterpret_cast<uintptr_t>(p) % sizeof(v) == 0) {
+    if (ALIGNED || reinterpret_cast<uintptr_t>(p) % sizeof(v) == 0) {
         v = *reinterpret_cast<const Vec<T, N>*>(p);
     } else {                                        // a row that does not start on a 16-byte boundary
         #pragma unroll
@@ -123,77 +118,92 @@ __device__ unsigned block_rank() { return 0; }
 template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 #endif
 
-// ---- arithmetic: N sums over the threads of a row: part of a warp, a block, or the blocks of a cluster -------------
+// ---- arithmetic: count, mean and squared deviations from the mean, and their merge (Chan, Golub, LeVeque 1983) -----
 
-template <int N> struct Sums { float s[N]; };
+struct Moments {
+    float n, mean, m2;
+    __device__ void merge(Moments other) {
+        const float total = n + other.n, share = total > 0.f ? __fdividef(other.n, total) : 0.f;
+        const float delta = other.mean - mean;
+        mean += delta * share;
+        m2 += other.m2 + delta * delta * n * share;
+        n = total;
+    }
+};
 
-template <int N> __device__ Sums<N> warp_sum(Sums<N> a, int threads) {
+__device__ Moments warp_reduce(Moments a, int threads) {
     for (int offset = threads / 2; offset > 0; offset /= 2)
-        for (float& s : a.s) s += __shfl_xor_sync(~0u, s, offset);
+        a.merge({__shfl_xor_sync(~0u, a.n, offset), __shfl_xor_sync(~0u, a.mean, offset),
+                 __shfl_xor_sync(~0u, a.m2, offset)});
     return a;
 }
 
-// In a fixed order: the same bits every time, and the same in every thread of the row.
-template <int N> __device__ Sums<N> row_sum(Sums<N> a, int cluster) {
-    __shared__ Sums<N> of_warp[32], of_block[8];
-    a = warp_sum(a, min(blockDim.x, 32));
+// Over the threads of a row: part of a warp, a block, or the blocks of a cluster; in a fixed order.
+__device__ Moments row_reduce(Moments a, int cluster) {
+    __shared__ Moments of_warp[32], of_block[8];
+    a = warp_reduce(a, min(blockDim.x, 32));
     if (blockDim.x <= 32) return a;
     const int lane = threadIdx.x % 32;
     if (lane == 0) of_warp[threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_sum(lane < blockDim.x / 32 ? of_warp[lane] : Sums<N>{}, 32);          // in every warp: no second barrier
+    a = warp_reduce(lane < blockDim.x / 32 ? of_warp[lane] : Moments{}, 32);       // in every warp: no second barrier
     if (cluster > 1) {
         if (threadIdx.x < cluster) *in_block(&of_block[block_rank()], threadIdx.x) = a;
         cluster_arrive(cluster);
         cluster_wait(cluster);
         a = of_block[0];
-        for (int i = 1; i < cluster; i++)
-            for (int j = 0; j < N; j++) a.s[j] += of_block[i].s[j];
+        for (int i = 1; i < cluster; i++) a.merge(of_block[i]);
     }
     return a;
 }
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
+// The median of three values: no lone outlier.
+template <typename T> __device__ float typical(const T* row, long long n_cols) {
+    const float a = row[0], b = row[n_cols / 2], c = row[n_cols - 1];
+    return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
+
 // out = (x - mean) * rsqrt(variance + eps) * weight + bias, in float32 until the store.
-template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
+template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
 layernorm_rows(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, T* __restrict__ out,
                long long n_rows, long long n_cols, long long row_stride, float eps, int cluster) {
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
     const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
     const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const Row<T, KEEP> mine(x + row * row_stride, n_cols, me, threads);
+    const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
+    const float origin = typical(x + row * row_stride, n_cols);
     cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
 
-    Sums<1> sum = {};
-    mine.visit([&](auto, const auto& v) { for (T e : v.x) sum.s[0] += static_cast<float>(e); });
-    const float centre = row_sum(sum, cluster).s[0] / n_cols;
-
-    // Around the rounded mean: the mean of the differences is what the rounding took away (Chan, Golub, LeVeque 1983).
-    Sums<2> moments = {};
+    // Both moments in one visit, around the thread's own first value: however far out, its deviation is the row's too,
+    // and does not swamp it. The means count from a typical value of the row: a large common offset costs no digits.
+    float n = 0.f, shift = 0.f, sum = 0.f, squares = 0.f;
     mine.visit([&](auto, const auto& v) {
+        if (n == 0.f) shift = static_cast<float>(v.x[0]);
         for (T e : v.x) {
-            const float d = static_cast<float>(e) - centre;
-            moments.s[0] += d;
-            moments.s[1] += d * d;
+            const float d = static_cast<float>(e) - shift;
+            sum += d;
+            squares += d * d;
         }
+        n += sizeof(v.x) / sizeof(T);
     });
-    moments = row_sum(moments, cluster);
-    const float rest = moments.s[0] / n_cols;
-    const float scale = rsqrtf(fmaxf(moments.s[1] / n_cols - rest * rest, 0.f) + eps);
+    const float mean = sum / fmaxf(n, 1.f);
+    const Moments total = row_reduce({n, n > 0.f ? shift - origin + mean : 0.f, squares - sum * mean}, cluster);
+    const float scale = rsqrtf(fmaxf(total.m2, 0.f) / n_cols + eps), offset = -total.mean * scale;
 
     T* out_row = out + row * n_cols;
     mine.visit([&](auto column, const auto& v) {
         constexpr int N = sizeof(v.x) / sizeof(T);
-        const Vec<T, N> w = parameters<T, N>(weight + column), b = parameters<T, N>(bias + column);
+        const Vec<T, N> w = parameters<ALIGNED, T, N>(weight + column), b = parameters<ALIGNED, T, N>(bias + column);
         float y[N];
         #pragma unroll
         for (int i = 0; i < N; i++) {
-            const float centred = static_cast<float>(v.x[i]) - centre - rest;
-            y[i] = centred * scale * static_cast<float>(w.x[i]) + static_cast<float>(b.x[i]);
+            const float normal = (static_cast<float>(v.x[i]) - origin) * scale + offset;
+            y[i] = normal * static_cast<float>(w.x[i]) + static_cast<float>(b.x[i]);
         }
-        store(out_row + column, y);
+        store<ALIGNED>(out_row + column, y);
     });
 }
 
@@ -215,15 +225,17 @@ template <typename T>
 int layernorm(const T* x, const T* weight, const T* bias, T* out, long long n_rows, long long n_cols,
               long long row_stride, float eps, cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out) |
+                                reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(bias);
+    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
-    while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
+    while (threads < 32 && threads * VECS < vectors) threads *= 2;
+    while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
+    const int rows = threads <= 32 ? min(NARROW_THREADS, MAX_THREADS) / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
-    auto kernel = layernorm_rows<T, 0>;
-    if (vectors <= capacity) kernel = layernorm_rows<T, VECS>;
-    else if (vectors <= 2 * capacity) kernel = layernorm_rows<T, 2 * VECS>;
+    auto kernel = layernorm_rows<T, 0, false>;
+    if (vectors <= capacity) kernel = aligned ? layernorm_rows<T, VECS, true> : layernorm_rows<T, VECS, false>;
     return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
                   x, weight, bias, out, n_rows, n_cols, row_stride, eps, cluster);
 }

@@ -6,7 +6,7 @@ A is (..., K); B is (K, N), row-major or the transposed view of a Linear's (N, K
   stages with TMA; two warpgroups multiply them, each 64 rows of a 128 x 256 tile. Persistent blocks, so that the ring
   refills while a finished tile is written. TMA needs 16-byte rows: an operand without them is copied into padded rows.
 - fp32: IEEE FMA, 128 x 128 tiles, 8 x 8 accumulators per thread, any strides. 16-bit types on other GPUs go this way.
-Each output element is summed by one thread group in one fixed order: bitwise deterministic.
+Each output element is summed in one fixed order: bitwise deterministic.
 """
 
 from functools import lru_cache
@@ -17,10 +17,9 @@ from autokernel.cuda import compile_cuda
 
 KERNEL_TYPE = "matmul"
 BACKEND = "cuda"
-CONFIG = {
-    "STAGES": 4,  # slabs in flight: 48 KB each at 128 x 256; 4 fill Hopper's 227 KB
-    "GROUP_M": 16,  # row tiles walked per column sweep: 16 x 8 tiles in flight share the most A and B in L2
-}
+# STAGES: slabs in flight, 48 KB each at 128 x 256, 4 fill Hopper's 227 KB; GROUP_M: row tiles walked per column sweep,
+# 16 x 8 tiles in flight share the most A and B in L2.
+CONFIG = {"STAGES": 4, "GROUP_M": 16}
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 CUDA_SRC = r"""
@@ -93,18 +92,15 @@ __device__ void pin(float (&r)[64]) {
 // One row of a 64 x 128 accumulator. Lane q of a quad holds columns 2q, 2q+1 of each 8-column group; two butterfly
 // exchanges transpose four groups, so that it holds all 8 columns of group q and stores 16 bytes at once.
 template <typename T>
-__device__ void store_row(T* out, const T* bias, const float (&d)[64], int half_row, i64 row, i64 col0, i64 M, i64 N) {
+__device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i64 col0, i64 M, i64 N) {
     const int q = threadIdx.x % 4;
 #pragma unroll
     for (int g = 0; g < 4; ++g) {  // 32 columns at a time
         uint32_t v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const i64 col = col0 + 32 * g + 8 * i + 2 * q;
             const int r = 16 * g + 4 * i + 2 * half_row;
-            T pair[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) pair[e] = T(d[r + e] + (bias && col + e < N ? float(bias[col + e]) : 0.f));
+            const T pair[2] = {T(d[r]), T(d[r + 1])};
             memcpy(&v[i], pair, 4);
         }
 #pragma unroll
@@ -145,7 +141,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
     __syncthreads();
 
     const int tiles_m = (p.M + BM - 1) / BM, tiles_n = (p.N + 128 * HALVES - 1) / (128 * HALVES);
-    const int slabs = (p.K + BK - 1) / BK;
+    const int slabs = (p.K + BK - 1) / BK, tiles = tiles_m * tiles_n;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows it is uniform
     int stage = 0, phase = 0, m0, n0;
     auto advance = [&] { if (++stage == STAGES) stage = 0, phase ^= 1; };
@@ -158,7 +154,7 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
     if (warpgroup == 0) {  // producer: one thread issues all copies
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x != 0) return;
-        for (int tile = blockIdx.x; tile < tiles_m * tiles_n; tile += gridDim.x) {
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
             locate(tile);
             for (int k = 0; k < slabs * BK; k += BK, advance()) {
                 const uint32_t a = smem + stage * STAGE_BYTES, bar = full + 8 * stage;
@@ -176,8 +172,12 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
     } else {  // consumers: 64 rows each
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row0 = (warpgroup - 1) * 64;
-        for (int tile = blockIdx.x; tile < tiles_m * tiles_n; tile += gridDim.x) {
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            locate(tile);
             float acc[HALVES][64];
+            T lane_bias[4 * HALVES] = {};  // of every 32nd column; the multiplication hides the loads
+            for (int i = 0, col = n0 + lane; i < 4 * HALVES && bias; ++i, col += 32)
+                if (col < p.N) lane_bias[i] = bias[col];
             uint32_t in_use = 0;  // the empty barrier of the stage being multiplied
             for (int k = 0; k < slabs; ++k, advance()) {
                 const uint32_t slab_a = smem + stage * STAGE_BYTES, slab_b = slab_a + SLAB;
@@ -197,18 +197,19 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
             }
             wgmma_wait<0>();
             if (lane == 0) mbar_arrive(in_use);
-            locate(tile);
             const i64 row = m0 + row0 + warp * 16 + lane / 4;
 #pragma unroll
             for (int h = 0; h < HALVES; ++h) {
                 pin(acc[h]);
-                store_row(out, bias, acc[h], 0, row, n0 + 128 * h, p.M, p.N);
-                store_row(out, bias, acc[h], 1, row + 8, n0 + 128 * h, p.M, p.N);
+                for (int i = 0; i < 64 && bias; i += i & 1 ? 3 : 1) {  // i and i + 2: the same column of two rows
+                    const T b = __shfl_sync(~0u, lane_bias[4 * h + i / 16], i / 4 % 4 * 8 + lane % 4 * 2 + i % 2);
+                    acc[h][i] += float(b), acc[h][i + 2] += float(b);
+                }
+                store_row(out, acc[h], 0, row, n0 + 128 * h, p.M, p.N);
+                store_row(out, acc[h], 1, row + 8, n0 + 128 * h, p.M, p.N);
             }
         }
     }
-#else
-    __trap();  // compiled for another architecture
 #endif
 }
 
@@ -235,14 +236,12 @@ cudaError_t tensor_map(CUtensorMap* map, const T* base, i64 rows, i64 cols, i64 
 template <typename T, bool B_N_MAJOR, int HALVES>
 cudaError_t launch_tile(const T* a, const T* b, const T* bias, T* out, Problem p, int sms, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
-    cudaError_t err = tensor_map(&map_a, a, p.M, p.K, p.a_row, BM);
-    if (err != cudaSuccess) return err;
-    err = B_N_MAJOR ? tensor_map(&map_b, b, p.K, p.N, p.b_row, BK) : tensor_map(&map_b, b, p.N, p.K, p.b_col, 128);
-    if (err != cudaSuccess) return err;
+    if (cudaError_t err = tensor_map(&map_a, a, p.M, p.K, p.a_row, BM)) return err;
+    if (cudaError_t err = B_N_MAJOR ? tensor_map(&map_b, b, p.K, p.N, p.b_row, BK)
+                                    : tensor_map(&map_b, b, p.N, p.K, p.b_col, 128)) return err;
     const int smem = STAGES * (1 + HALVES) * SLAB + 1024;  // 1024: room to align the first stage
     auto kernel = matmul_wgmma<T, B_N_MAJOR, HALVES>;
-    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    if (err != cudaSuccess) return err;
+    if (cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return err;
     const i64 tiles = (p.M + BM - 1) / BM * ((p.N + 128 * HALVES - 1) / (128 * HALVES));
     kernel<<<int(tiles < sms ? tiles : sms), THREADS, smem, stream>>>(map_a, map_b, bias, out, p);
     return cudaGetLastError();
@@ -251,9 +250,8 @@ cudaError_t launch_tile(const T* a, const T* b, const T* bias, T* out, Problem p
 template <typename T>
 cudaError_t launch_wgmma(const void* a, const void* b, const void* bias, void* out, Problem p, cudaStream_t stream) {
     int device, sms;
-    cudaError_t err = cudaGetDevice(&device);
-    if (err == cudaSuccess) err = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (err != cudaSuccess) return err;
+    if (cudaError_t err = cudaGetDevice(&device)) return err;
+    if (cudaError_t err = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return err;
     const bool wide = (p.M + BM - 1) / BM * ((p.N + 255) / 256) * 3 > 2 * sms;
     const auto run = p.b_row == 1 ? (wide ? launch_tile<T, false, 2> : launch_tile<T, false, 1>)
                                   : (wide ? launch_tile<T, true, 2> : launch_tile<T, true, 1>);
@@ -261,58 +259,40 @@ cudaError_t launch_wgmma(const void* a, const void* b, const void* bias, void* o
 }
 
 // --------------------------------------------------------------------------------------------------- fp32: IEEE FMA
-// An operand's tile is 128 rows (along M or N) x DEPTH (along K). A thread fetches 4 of its elements into registers
-// while the previous tile is multiplied. Neighbours walk the contiguous dimension, so that every layout coalesces.
-constexpr int DEPTH = 8;
-struct Fetch {
-    int r, k, dr, dk;  // this thread's first element and the step to its next
-    __device__ explicit Fetch(bool k_contiguous) {
-        if (k_contiguous) r = threadIdx.x / DEPTH, k = threadIdx.x % DEPTH, dr = 256 / DEPTH, dk = 0;
-        else r = threadIdx.x % 128, k = threadIdx.x / 128, dr = 0, dk = 2;
-    }
-    __device__ void load(float (&v)[4], const float* p, i64 row0, i64 k0, i64 rows, i64 depth, i64 row_stride,
-                         i64 k_stride) const {
-        p += (row0 + r) * row_stride + (k0 + k) * k_stride;
-        const int rows_left = min(rows - row0, 128ll), depth_left = min(depth - k0, i64(DEPTH));
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            v[i] = r + i * dr < rows_left && k + i * dk < depth_left ? p[i * (dr * row_stride + dk * k_stride)] : 0.f;
-    }
-    __device__ void stash(float (&tile)[DEPTH][132], const float (&v)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tile[k + i * dk][r + i * dr] = v[i];
-    }
-};
-
-// Each thread owns an 8 x 8 block as four 4 x 4 quadrants, so that a warp's float4 reads hit distinct banks.
+// Each thread owns an 8 x 8 block as four 4 x 4 quadrants, so that a warp's float4 reads hit distinct banks. Two blocks
+// share a multiprocessor: one loads while the other multiplies.
 __global__ void __launch_bounds__(256, 2)
 matmul_fma(const float* a, const float* b, const float* bias, float* out, Problem p) {
-    __shared__ __align__(16) float sa[2][DEPTH][132], sb[2][DEPTH][132];  // 4 columns of padding against bank conflicts
+    constexpr int DEPTH = 16;                                          // of K at a time
+    __shared__ __align__(16) float sa[DEPTH][132], sb[DEPTH][132];  // 4 columns of padding against bank conflicts
     const i64 m0 = blockIdx.x * 128ll, n0 = blockIdx.y * 128ll;
     const int ty = threadIdx.x / 16 * 4, tx = threadIdx.x % 16 * 4;
-    const Fetch fetch_a(p.a_col == 1), fetch_b(p.b_row == 1);
-    float acc[8][8] = {}, va[4], vb[4];
-    int now = 1;
-    for (i64 k0 = -DEPTH; k0 < p.K; k0 += DEPTH, now ^= 1) {  // the first round only fetches
-        if (k0 + DEPTH < p.K) {
-            fetch_a.load(va, a, m0, k0 + DEPTH, p.M, p.K, p.a_row, p.a_col);
-            fetch_b.load(vb, b, n0, k0 + DEPTH, p.N, p.K, p.b_col, p.b_row);
+    // 128 rows (of M or N) x DEPTH. Neighbours walk the contiguous dimension, so that every layout coalesces.
+    auto fetch = [&](float (&tile)[DEPTH][132], const float* x, i64 row0, i64 rows, i64 k0, i64 row_step, i64 k_step) {
+#pragma unroll
+        for (int e = threadIdx.x; e < 128 * DEPTH; e += 256) {
+            const int r = k_step == 1 ? e / DEPTH : e % 128, k = k_step == 1 ? e % DEPTH : e / 128;
+            const bool inside = row0 + r < rows && k0 + k < p.K;
+            tile[k][r] = inside ? x[(row0 + r) * row_step + (k0 + k) * k_step] : 0.f;
         }
-        if (k0 >= 0)
-#pragma unroll 2
-            for (int k = 0; k < DEPTH; ++k) {
-                float x[8], y[8];
-#pragma unroll
-                for (int i = 0; i < 8; i += 4) {
-                    *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<float4*>(&sa[now][k][ty + i * 16]);
-                    *reinterpret_cast<float4*>(y + i) = *reinterpret_cast<float4*>(&sb[now][k][tx + i * 16]);
-                }
-#pragma unroll
-                for (int i = 0; i < 64; ++i) acc[i / 8][i % 8] = fmaf(x[i / 8], y[i % 8], acc[i / 8][i % 8]);
-            }
-        fetch_a.stash(sa[now ^ 1], va);
-        fetch_b.stash(sb[now ^ 1], vb);
+    };
+    float acc[8][8] = {};
+    for (i64 k0 = 0; k0 < p.K; k0 += DEPTH) {
+        fetch(sa, a, m0, p.M, k0, p.a_row, p.a_col);
+        fetch(sb, b, n0, p.N, k0, p.b_col, p.b_row);
         __syncthreads();
+#pragma unroll 2
+        for (int k = 0; k < DEPTH; ++k) {
+            float x[8], y[8];
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<float4*>(&sa[k][ty + i * 16]);
+                *reinterpret_cast<float4*>(y + i) = *reinterpret_cast<float4*>(&sb[k][tx + i * 16]);
+            }
+#pragma unroll
+            for (int i = 0; i < 64; ++i) acc[i / 8][i % 8] = fmaf(x[i / 8], y[i % 8], acc[i / 8][i % 8]);
+        }
+        __syncthreads();  // before the next slab overwrites this one
     }
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
@@ -362,5 +342,7 @@ def kernel_fn(A, B, bias=None):
     if A.dtype != torch.float32:
         a = tma_rows(a)
         B = tma_rows(B.t()).t() if B.stride(0) == 1 and K > 1 else tma_rows(B)
+    if bias is not None:
+        bias = bias.contiguous()
     compiled().matmul(a, B, bias, out, DTYPES[A.dtype], a.shape[0], N, K, *a.stride(), *B.stride())
     return out

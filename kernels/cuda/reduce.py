@@ -150,39 +150,39 @@ int rows(const T* x, T* out, float* partial, long long n_rows, long long n, long
     const bool aligned = n % LANES<T> == 0 && row_stride % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
     int threads = aligned ? 4 : 16;                 // 16: one thread for each element outside the 16-byte boundaries
     while (threads < THREADS && threads * BATCH < n / LANES<T>) threads *= 2;
-    const int down = threads <= 32 ? NARROW_THREADS / threads : 1;
+    const int down = threads <= 32 ? min(NARROW_THREADS, THREADS) / threads : 1;
     const long long blocks = (n_rows + down - 1) / down;
-    const long long size = part_size(n, blocks, 16LL * THREADS * LANES<T>), parts = (n + size - 1) / size;
+    const long long size = partial ? part_size(n, blocks, 16LL * THREADS * LANES<T>) : n, parts = (n + size - 1) / size;
     const dim3 block(threads, down);
     if (parts == 1) return launch(sum_rows<T, T>, blocks, 1, block, stream, x, out, n_rows, n, row_stride, n);
     const int error = launch(sum_rows<T, float>, blocks, parts, block, stream, x, partial, n_rows, n, row_stride, size);
     return error ? error : columns<float, T>(partial, out, nullptr, 1, parts, n_rows, stream);
 }
 
-// partial: room for a float of every partial sum, see PARTIALS.
-extern "C" int sum_rows_f16(const __half* x /* strided */, __half* out, float* partial, long long n_rows,
-                            long long n, long long row_stride, cudaStream_t stream) {
+// partial: room for a float of every partial sum, see PARTIALS; none: n is not split.
+extern "C" int sum_rows_f16(const __half* x /* strided */, __half* out, float* partial /* optional */,
+                            long long n_rows, long long n, long long row_stride, cudaStream_t stream) {
     return rows(x, out, partial, n_rows, n, row_stride, stream);
 }
-extern "C" int sum_rows_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, float* partial,
+extern "C" int sum_rows_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, float* partial /* optional */,
                              long long n_rows, long long n, long long row_stride, cudaStream_t stream) {
     return rows(x, out, partial, n_rows, n, row_stride, stream);
 }
-extern "C" int sum_rows_f32(const float* x /* strided */, float* out, float* partial, long long n_rows, long long n,
-                            long long row_stride, cudaStream_t stream) {
+extern "C" int sum_rows_f32(const float* x /* strided */, float* out, float* partial /* optional */,
+                            long long n_rows, long long n, long long row_stride, cudaStream_t stream) {
     return rows(x, out, partial, n_rows, n, row_stride, stream);
 }
 
-extern "C" int sum_columns_f16(const __half* x, __half* out, float* partial, long long outer, long long n,
-                               long long inner, cudaStream_t stream) {
+extern "C" int sum_columns_f16(const __half* x, __half* out, float* partial /* optional */,
+                               long long outer, long long n, long long inner, cudaStream_t stream) {
     return columns(x, out, partial, outer, n, inner, stream);
 }
-extern "C" int sum_columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, float* partial, long long outer,
-                                long long n, long long inner, cudaStream_t stream) {
+extern "C" int sum_columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, float* partial /* optional */,
+                                long long outer, long long n, long long inner, cudaStream_t stream) {
     return columns(x, out, partial, outer, n, inner, stream);
 }
-extern "C" int sum_columns_f32(const float* x, float* out, float* partial, long long outer, long long n,
-                               long long inner, cudaStream_t stream) {
+extern "C" int sum_columns_f32(const float* x, float* out, float* partial /* optional */,
+                               long long outer, long long n, long long inner, cudaStream_t stream) {
     return columns(x, out, partial, outer, n, inner, stream);
 }
 """
@@ -210,7 +210,8 @@ def kernel_fn(x, dim=-1):
     out = x.new_empty(x.shape[:dim] + x.shape[dim + 1 :])
     if x.numel() == 0:
         return out.zero_()
-    partial = x.new_empty(PARTIALS, dtype=torch.float32)
+    few, long = outer * inner < 256 * CONFIG["FILL"], x.numel() > 1 << 16
+    partial = x.new_empty(PARTIALS, dtype=torch.float32) if few and long else None  # None: n is not split
     if inner == 1:
         rows = x.reshape(outer, n)  # a view where one stride leads from row to row
         if rows.stride(1) != 1:

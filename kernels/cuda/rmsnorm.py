@@ -2,7 +2,7 @@
 
 A row is read once, in 16-byte accesses, and stays in registers between the sum of squares and the store: 2 bytes moved
 per fp16 element and direction; the weight comes from L1. Up to a warp takes a narrow row, a block of up to MAX_THREADS
-threads a row of up to 8,192 fp16 values, a cluster of blocks a wider one; only beyond 131,072 is a row read twice.
+threads a row of up to 8,192 fp16 values, a cluster of blocks a wider one; only beyond 65,536 is a row read twice.
 """
 
 from functools import lru_cache
@@ -14,8 +14,8 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "rmsnorm"
 BACKEND = "cuda"
 
-# VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
-# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
+# VECS: 16-byte vectors that a thread holds; MAX_THREADS: a block before a row is split over a cluster; MAX_CLUSTER:
+# blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
 CONFIG = {"VECS": 4, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
@@ -31,21 +31,16 @@ constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // 
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
 
+// Plain loads: evict-first ones cost 5 % on an H200, though x is read only once.
 template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
-}
-
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
-// registers.
-template <typename V> __device__ V fresh(V v) {
-    uint4& raw = reinterpret_cast<uint4&>(v);
-    asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
-    return v;
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
+    return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
 // The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
-// after the last 16-byte boundary (rows of an odd width start anywhere). KEEP == 0: nothing is kept, each visit loads.
-template <typename T, int KEEP> struct Row {
+// after the last 16-byte boundary (rows of an odd width start anywhere). ALIGNED: there are none, which saves a quarter
+// of the registers. KEEP == 0: nothing is kept, each visit loads.
+template <typename T, int KEEP, bool ALIGNED> struct Row {
     using Index = std::conditional_t<KEEP == 0, long long, int>;
     const T* x;
     Index first, n_vectors, edges, me, threads;     // first: elements before the first 16-byte boundary
@@ -53,7 +48,7 @@ template <typename T, int KEEP> struct Row {
     Vec<T, 1> edge;
 
     __device__ Row(const T* row, long long n_cols, int me, int threads) : x(row), me(me), threads(threads) {
-        const long long before = (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
+        const long long before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
         first = before < n_cols ? before : n_cols;
         n_vectors = (n_cols - first) / LANES<T>;
         edges = n_cols - n_vectors * LANES<T>;
@@ -62,7 +57,7 @@ template <typename T, int KEEP> struct Row {
             for (int i = 0; i < KEEP; i++)          // all loads are issued before the first is used
                 if (me + i * threads < n_vectors) kept[i] = load_vector(x + first + (me + i * threads) * LANES<T>);
         }
-        if (me < edges) edge.x[0] = x[edge_column()];
+        if (!ALIGNED && me < edges) edge.x[0] = x[edge_column()];
     }
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
@@ -71,21 +66,21 @@ template <typename T, int KEEP> struct Row {
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
-                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
+                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
         } else {
             #pragma unroll 1
             for (Index v = me; v < n_vectors; v += threads)
                 f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
         }
-        if (me < edges) f(edge_column(), edge);
+        if (!ALIGNED && me < edges) f(edge_column(), edge);
     }
 };
 
-template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
+template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    if (N * sizeof(T) == 16 && (reinterpret_cast<uintptr_t>(out) & 15) == 0) {
+    if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
     } else {                                        // x is a view whose rows are aligned differently from out's
         #pragma unroll
@@ -94,9 +89,9 @@ template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) 
 }
 
 // N consecutive elements of a parameter vector; every row reads them, so they stay in L1.
-template <typename T, int N> __device__ Vec<T, N> parameters(const T* p) {
+template <bool ALIGNED, typename T, int N> __device__ Vec<T, N> parameters(const T* p) {
     Vec<T, N> v;
-    if (reinterpret_cast<uintptr_t>(p) % sizeof(v) == 0) {
+    if (ALIGNED || reinterpret_cast<uintptr_t>(p) % sizeof(v) == 0) {
         v = *reinterpret_cast<const Vec<T, N>*>(p);
     } else {                                        // a row that does not start on a 16-byte boundary
         #pragma unroll
@@ -154,14 +149,14 @@ template <int N> __device__ Sums<N> row_sum(Sums<N> a, int cluster) {
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // out = x * rsqrt(mean(x^2) + eps) * weight, in float32 until the store.
-template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
+template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
 rmsnorm_rows(const T* __restrict__ x, const T* __restrict__ weight, T* __restrict__ out, long long n_rows,
              long long n_cols, long long row_stride, float eps, int cluster) {
     cluster_arrive(cluster);
     const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
     const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
     const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const Row<T, KEEP> mine(x + row * row_stride, n_cols, me, threads);
+    const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
     cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
 
     Sums<1> squares = {};
@@ -173,11 +168,11 @@ rmsnorm_rows(const T* __restrict__ x, const T* __restrict__ weight, T* __restric
     T* out_row = out + row * n_cols;
     mine.visit([&](auto column, const auto& v) {
         constexpr int N = sizeof(v.x) / sizeof(T);
-        const Vec<T, N> w = parameters<T, N>(weight + column);
+        const Vec<T, N> w = parameters<ALIGNED, T, N>(weight + column);
         float y[N];
         #pragma unroll
         for (int i = 0; i < N; i++) y[i] = static_cast<float>(v.x[i]) * scale * static_cast<float>(w.x[i]);
-        store(out_row + column, y);
+        store<ALIGNED>(out_row + column, y);
     });
 }
 
@@ -199,15 +194,17 @@ template <typename T>
 int rmsnorm(const T* x, const T* weight, T* out, long long n_rows, long long n_cols, long long row_stride, float eps,
             cudaStream_t stream) {
     const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    const uintptr_t addresses =
+        reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(weight);
+    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
-    while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
+    while (threads < 32 && threads * VECS < vectors) threads *= 2;
+    while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
     while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
+    const int rows = threads <= 32 ? min(NARROW_THREADS, MAX_THREADS) / threads : 1;
     const long long capacity = static_cast<long long>(cluster) * threads * VECS;
-    auto kernel = rmsnorm_rows<T, 0>;
-    if (vectors <= capacity) kernel = rmsnorm_rows<T, VECS>;
-    else if (vectors <= 2 * capacity) kernel = rmsnorm_rows<T, 2 * VECS>;
+    auto kernel = rmsnorm_rows<T, 0, false>;
+    if (vectors <= capacity) kernel = aligned ? rmsnorm_rows<T, VECS, true> : rmsnorm_rows<T, VECS, false>;
     return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
                   x, weight, out, n_rows, n_cols, row_stride, eps, cluster);
 }

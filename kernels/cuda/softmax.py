@@ -1,10 +1,10 @@
 """Softmax along any dimension, CUDA C++: one pass over memory, rows of any width.
 
-A row is read once, in 16-byte accesses, and stays in registers between the reduction and the store: 2 bytes moved per
-fp16 element and direction, the least there is. Up to a warp takes a narrow row, a block of up to MAX_THREADS threads a
-row of up to 16,384 fp16 values; a wider row is split over a cluster of blocks that exchange their partial (max, sum)
-through distributed shared memory, so a vocabulary of 151,936 is still read once. Only rows beyond the registers of a
-full cluster (262,144 fp16 values) are read twice, the second time mostly from L2.
+A row is read once, in 16-byte accesses, and stays on the chip between the reduction and the store: 2 bytes moved per
+fp16 element and direction, the least there is. A warp or less takes a narrow row and a block a row of up to 16,384 fp16
+values, in registers. Wider rows go through shared memory: a block, or a cluster of blocks that exchange their partial
+(max, sum), walks down the rows and copies the next one in while it works on this one, so that memory never idles. Only
+rows of which two do not fit the shared memory of a full cluster, beyond 450,000 fp16 values, are read twice.
 """
 
 from functools import lru_cache
@@ -17,19 +17,24 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "softmax"
 BACKEND = "cuda"
 
-# VECS: 16-byte vectors that a thread holds (twice that in the widest rows); MAX_THREADS: a block before a row is split
-# over a cluster; MAX_CLUSTER: blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each;
-# COL_WARPS: warps that share the reduced dimension when it is not the last one.
-CONFIG = {"VECS": 4, "MAX_THREADS": 512, "MAX_CLUSTER": 8, "NARROW_THREADS": 128, "COL_WARPS": 16}
+# VECS: 16-byte vectors that a thread holds in registers; MAX_THREADS: a block of such rows; WIDE_THREADS: a block of
+# wider rows; SHARED_KB: what their two rows, or parts of rows, may take; MAX_CLUSTER: blocks a row (1, 2, 4, 8); FILL:
+# rows are shared while there are fewer blocks.
+CONFIG = {"VECS": 4, "MAX_THREADS": 512, "WIDE_THREADS": 1024, "SHARED_KB": 226, "MAX_CLUSTER": 8, "FILL": 132}
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cstdint>
 #include <type_traits>
 
+using i64 = long long;
+constexpr int COL_WARPS = 16;                       // that share the reduced dimension when it is not the last one
 constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
-constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr float LOWEST = -3.402823466e38f;          // below or equal to any finite value
+constexpr int SHARED = -1;                          // instead of a number of registers, see Row
 
 // ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
 
@@ -37,28 +42,25 @@ template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
 
 template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    return *reinterpret_cast<const Vec<T, LANES<T>>*>(p);
+    const uint4 raw = *reinterpret_cast<const uint4*>(p);
+    return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
 }
 
-// The same vector, as if just loaded: or else the compiler keeps its values as floats between two visits, in twice the
-// registers.
-template <typename V> __device__ V fresh(V v) {
-    uint4& raw = reinterpret_cast<uint4&>(v);
-    asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
-    return v;
-}
-
-// The part of one row that one thread owns: KEEP vectors in registers, and one of the few elements before the first or
-// after the last 16-byte boundary (rows of an odd width start anywhere). KEEP == 0: nothing is kept, each visit loads.
-template <typename T, int KEEP> struct Row {
-    using Index = std::conditional_t<KEEP == 0, long long, int>;
+// The part of one row that one thread owns: vectors, and one of the few elements before the first or after the last
+// 16-byte boundary (rows of an odd width start anywhere; ALIGNED: there are none, which saves registers). KEEP vectors
+// are kept in registers; KEEP == SHARED: any number in shared memory, copied there asynchronously, each thread its own,
+// so that no barrier is needed; KEEP == 0: nothing is kept, each visit loads.
+template <typename T, int KEEP, bool ALIGNED> struct Row {
+    using Index = std::conditional_t<KEEP == 0, i64, int>;
     const T* x;
+    uint4* slots;                                   // in shared memory: of this thread, blockDim.x apart
     Index first, n_vectors, edges, me, threads;     // first: elements before the first 16-byte boundary
-    Vec<T, LANES<T>> kept[KEEP == 0 ? 1 : KEEP];
+    Vec<T, LANES<T>> kept[KEEP > 0 ? KEEP : 1];
     Vec<T, 1> edge;
 
-    __device__ Row(const T* row, long long n_cols, int me, int threads) : x(row), me(me), threads(threads) {
-        const long long before = (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
+    __device__ Row(const T* row, i64 n_cols, int me, int threads, uint4* slots = nullptr)
+        : x(row), slots(slots), me(me), threads(threads) {
+        const i64 before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
         first = before < n_cols ? before : n_cols;
         n_vectors = (n_cols - first) / LANES<T>;
         edges = n_cols - n_vectors * LANES<T>;
@@ -66,8 +68,11 @@ template <typename T, int KEEP> struct Row {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)          // all loads are issued before the first is used
                 if (me + i * threads < n_vectors) kept[i] = load_vector(x + first + (me + i * threads) * LANES<T>);
+        } else if constexpr (KEEP == SHARED) {
+            for (Index v = me, slot = 0; v < n_vectors; v += threads, slot += blockDim.x)
+                __pipeline_memcpy_async(slots + slot, x + first + v * LANES<T>, 16);
         }
-        if (me < edges) edge.x[0] = x[edge_column()];
+        if (!ALIGNED && me < edges) edge.x[0] = x[edge_column()];
     }
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
@@ -76,21 +81,22 @@ template <typename T, int KEEP> struct Row {
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
-                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, fresh(kept[i]));
+                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
         } else {
-            #pragma unroll 1
-            for (Index v = me; v < n_vectors; v += threads)
-                f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
+            for (Index v = me, slot = 0; v < n_vectors; v += threads, slot += blockDim.x) {
+                const T* in_memory = x + first + v * LANES<T>;
+                f(first + v * LANES<T>, load_vector(KEEP == SHARED ? reinterpret_cast<T*>(slots + slot) : in_memory));
+            }
         }
-        if (me < edges) f(edge_column(), edge);
+        if (!ALIGNED && me < edges) f(edge_column(), edge);
     }
 };
 
-template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
+template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    if (N * sizeof(T) == 16 && (reinterpret_cast<uintptr_t>(out) & 15) == 0) {
+    if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
     } else {                                        // x is a view whose rows are aligned differently from out's
         #pragma unroll
@@ -116,37 +122,42 @@ template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 
 // ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
 
-// float32 uses the accurate expf; the half formats one hardware exp2, whose 2^-22 is far below their rounding.
+// fp16 is counted in powers of 2: x * log2(e) - maximum is one instruction. bfloat16 reaches float32's largest value,
+// which times log2(e) would be infinite; float32 wants the accurate expf.
+constexpr float LOG2E = 1.4426950408889634f;
+template <typename T> constexpr bool BASE_2 = std::is_same_v<T, __half>;
+template <typename T> constexpr float SCALE = BASE_2<T> ? LOG2E : 1.f;
+
+// e^x, or 2^x if counted so. The half formats: one hardware exp2, whose 2^-22 is far below their rounding.
 template <typename T> __device__ float exponential(float x) {
     if constexpr (sizeof(T) == 4) return expf(x);
+    const float power = BASE_2<T> ? x : x * LOG2E;
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(power));
     return y;
 }
 
-// exp(m - top), 1 where both are -inf: the factor that brings a sum taken relative to m to one relative to top.
-template <typename T> __device__ float rescale(float m, float top) { return m == top ? 1.f : exponential<T>(m - top); }
-
+// m: the maximum, times SCALE. Starts below every value, at no infinity: m - m is 0 even where all values are -inf.
 struct MaxSum {
-    float m, sum;
+    float m = LOWEST, sum = 0.f;
+
     template <typename T> __device__ void merge(MaxSum other) {
         const float top = fmaxf(m, other.m);
-        sum = sum * rescale<T>(m, top) + other.sum * rescale<T>(other.m, top);
+        sum = sum * exponential<T>(m - top) + other.sum * exponential<T>(other.m - top);
+        m = top;
+    }
+
+    template <typename T, typename E, int N> __device__ void add(const E (&x)[N]) {
+        float top = static_cast<float>(x[0]), part = 0.f;
+        #pragma unroll
+        for (int i = 1; i < N; i++) top = fmaxf(top, static_cast<float>(x[i]));
+        top = fmaxf(m, top * SCALE<T>);
+        #pragma unroll
+        for (int i = 0; i < N; i++) part += exponential<T>(static_cast<float>(x[i]) * SCALE<T> - top);
+        sum = sum * exponential<T>(m - top) + part;
         m = top;
     }
 };
-__device__ MaxSum nothing() { return {NEG_INF, 0.f}; }
-
-// Of N values at once. Relative to 0 where all are -inf: their exp is 0 then, and a NaN still spreads.
-template <typename T, typename E, int N> __device__ MaxSum max_sum(const E (&x)[N]) {
-    MaxSum a = nothing();
-    #pragma unroll
-    for (int i = 0; i < N; i++) a.m = fmaxf(a.m, static_cast<float>(x[i]));
-    const float base = a.m == NEG_INF ? 0.f : a.m;
-    #pragma unroll
-    for (int i = 0; i < N; i++) a.sum += exponential<T>(static_cast<float>(x[i]) - base);
-    return a;
-}
 
 // Over the threads of one row within a warp; all of them get the result.
 template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
@@ -155,83 +166,101 @@ template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
     return a;
 }
 
-// Over the threads of a row: part of a warp, a block, or the blocks of a cluster. In a fixed order: the same bits every
-// time.
-template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
-    __shared__ MaxSum of_warp[32], of_block[8];
+// Over the threads of a row: part of a warp, a block, or the blocks of a cluster; in a fixed order. turn: 0 or 1 by
+// turns, where a block reduces one row after another: the last row's results may still be being read.
+template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster, int turn) {
+    __shared__ MaxSum of_warp[2][32], of_block[2][8];
     a = warp_reduce<T>(a, min(blockDim.x, 32));
     if (blockDim.x <= 32) return a;
     const int lane = threadIdx.x % 32;
-    if (lane == 0) of_warp[threadIdx.x / 32] = a;
+    if (lane == 0) of_warp[turn][threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : nothing(), 32);    // in every warp: no second barrier
+    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[turn][lane] : MaxSum(), 32);   // in every warp: one barrier
     if (cluster > 1) {
-        if (threadIdx.x < cluster) *in_block(&of_block[block_rank()], threadIdx.x) = a;
+        if (threadIdx.x < cluster) *in_block(&of_block[turn][block_rank()], threadIdx.x) = a;
         cluster_arrive(cluster);
         cluster_wait(cluster);
-        a = of_block[0];
-        for (int i = 1; i < cluster; i++) a.merge<T>(of_block[i]);
+        a = of_block[turn][0];
+        for (int i = 1; i < cluster; i++) a.merge<T>(of_block[turn][i]);
     }
     return a;
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-template <typename T, int KEEP> __global__ void __launch_bounds__(MAX_THREADS)
-softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
-             int cluster) {
-    cluster_arrive(cluster);
-    const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
-    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const Row<T, KEEP> mine(x + row * row_stride, n_cols, me, threads);
-    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
-
-    MaxSum local = nothing();
-    if constexpr (KEEP > 0) {                       // from registers: the maximum first, then one exp an element
-        mine.visit([&](auto, const auto& v) {
-            for (T e : v.x) local.m = fmaxf(local.m, static_cast<float>(e));
-        });
-        const float base = local.m == NEG_INF ? 0.f : local.m;
-        mine.visit([&](auto, const auto& v) {
-            for (T e : v.x) local.sum += exponential<T>(static_cast<float>(e) - base);
-        });
-    } else {
-        mine.visit([&](auto, const auto& v) { local.merge<T>(max_sum<T>(v.x)); });
-    }
-    const MaxSum total = row_reduce<T>(local, cluster);
+template <typename T, int KEEP, bool ALIGNED>
+__device__ void normalise(const Row<T, KEEP, ALIGNED>& mine, T* out_row, int cluster, int turn) {
+    MaxSum local;
+    mine.visit([&](auto, const auto& v) { local.add<T>(v.x); });
+    const MaxSum total = row_reduce<T>(local, cluster, turn);
     const float scale = 1.f / total.sum;
-    T* out_row = out + row * n_cols;
     mine.visit([&](auto column, const auto& v) {
         constexpr int N = sizeof(v.x) / sizeof(T);
         float y[N];
         #pragma unroll
-        for (int i = 0; i < N; i++) y[i] = exponential<T>(static_cast<float>(v.x[i]) - total.m) * scale;
-        store(out_row + column, y);
+        for (int i = 0; i < N; i++) y[i] = exponential<T>(static_cast<float>(v.x[i]) * SCALE<T> - total.m) * scale;
+        store<ALIGNED>(out_row + column, y);
     });
+}
+
+template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
+softmax_rows(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride, int cluster) {
+    cluster_arrive(cluster);
+    const i64 last = n_rows - 1, at = i64(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
+    const i64 row = at < last ? at : last;          // threads past the end repeat the last row: every warp is complete
+    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
+    const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
+    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
+    normalise(mine, out + row * n_cols, cluster, 0);
+}
+
+// Rows in shared memory, two at a time: the next one arrives while this one is reduced and stored. slots: 16-byte ones
+// of one of the two buffers. A thread reads only what it copied itself, and needs no barrier before it copies again.
+template <typename T> __global__ void __launch_bounds__(WIDE_THREADS)
+softmax_wide(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride, int slots,
+             int cluster) {
+    extern __shared__ uint4 buffers[];
+    cluster_arrive(cluster);
+    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
+    const i64 first = blockIdx.x / cluster, step = gridDim.x / cluster;
+    auto fetch = [&](i64 row, int buffer) {         // after the last row: nothing
+        uint4* to = buffers + buffer * slots + threadIdx.x;
+        const Row<T, SHARED, false> fetched(x + row * row_stride, row < n_rows ? n_cols : 0, me, threads, to);
+        __pipeline_commit();
+        return fetched;
+    };
+    auto mine = fetch(first, 0);
+    cluster_wait(cluster);                          // every block of the cluster runs
+    int turn = 0;
+    for (i64 row = first; row < n_rows; row += step, turn ^= 1) {
+        const auto next = fetch(row + step, turn ^ 1);
+        __pipeline_wait_prior(1);                   // all but the next row have arrived
+        normalise(mine, out + row * n_cols, cluster, turn);
+        mine = next;
+    }
 }
 
 // Softmax over the middle axis of (outer, n, inner): a lane owns a column, the warps of a block and the blocks of a
 // cluster share its n values. 32 neighbouring columns fill whole 32-byte sectors. The second read is mostly from L2.
 template <typename T> __global__ void __launch_bounds__(32 * COL_WARPS)
-softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long long inner, int cluster) {
+softmax_columns(const T* __restrict__ x, T* __restrict__ out, i64 n, i64 inner, int cluster) {
     __shared__ MaxSum of_warp[COL_WARPS][32], of_block[8][32];
     cluster_arrive(cluster);
-    const long long tiles = (inner + 31) / 32, tile = blockIdx.x / cluster;
-    const long long column = tile % tiles * 32 + threadIdx.x, base = tile / tiles * n * inner + column;
-    const long long step = static_cast<long long>(cluster) * blockDim.y;
-    const long long begin = column < inner ? blockIdx.x % cluster * blockDim.y + threadIdx.y : n;
+    const i64 tiles = (inner + 31) / 32, tile = blockIdx.x / cluster;
+    const i64 column = tile % tiles * 32 + threadIdx.x, base = tile / tiles * n * inner + column;
+    const i64 step = i64(cluster) * blockDim.y;
+    const i64 begin = column < inner ? blockIdx.x % cluster * blockDim.y + threadIdx.y : n;
 
-    MaxSum total = nothing();
+    MaxSum total;
     constexpr int BATCH = 8;                        // independent loads in flight a thread
-    for (long long r = begin; r < n; r += BATCH * step) {
+    for (i64 r = begin; r < n; r += BATCH * step) {
         float e[BATCH];
         #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            const long long at = r + i * step;
-            e[i] = at < n ? static_cast<float>(x[base + at * inner]) : NEG_INF;
+            const i64 at = r + i * step;
+            e[i] = at < n ? static_cast<float>(x[base + at * inner]) : -INFINITY;
         }
-        total.merge<T>(max_sum<T>(e));
+        total.add<T>(e);
     }
     of_warp[threadIdx.y][threadIdx.x] = total;
     __syncthreads();
@@ -247,79 +276,80 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long 
     }
     const float scale = 1.f / total.sum;
     #pragma unroll 4
-    for (long long r = begin; r < n; r += step) {
-        const long long at = base + r * inner;
-        out[at] = static_cast<T>(exponential<T>(static_cast<float>(x[at]) - total.m) * scale);
+    for (i64 r = begin; r < n; r += step) {
+        const i64 at = base + r * inner;
+        out[at] = static_cast<T>(exponential<T>(static_cast<float>(x[at]) * SCALE<T> - total.m) * scale);
     }
 }
 
 // ---- launchers ------------------------------------------------------------------------------------------------------
 
+// With shared_bytes, clusters are at most as many as run at once, each for several rows; otherwise there are that many.
 template <typename... P, typename... A>
-int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, cudaStream_t stream, A... args) {
-    if (blocks * cluster > 0x7fffffff) return cudaErrorInvalidConfiguration;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = 1, attribute.val.clusterDim.z = 1;
+int launch(void (*kernel)(P...), i64 clusters, dim3 threads, int cluster, int shared_bytes, cudaStream_t stream,
+           A... args) {
+    cudaLaunchAttribute attribute = {cudaLaunchAttributeClusterDimension};
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks * cluster), config.blockDim = threads, config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = cluster > 1;
+    config.gridDim = dim3(cluster), config.blockDim = threads, config.stream = stream;
+    config.dynamicSmemBytes = shared_bytes, config.attrs = &attribute, config.numAttrs = cluster > 1;
+    if (shared_bytes > 0) {                         // beyond 48 KB only if asked for
+        const void* function = reinterpret_cast<const void*>(kernel);
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        int at_once = 0;                            // stays 0 before Hopper: then a cluster, of one block, takes a row
+        cudaOccupancyMaxActiveClusters(&at_once, function, &config);
+        if (at_once > 0) clusters = min(clusters, i64(at_once));
+    }
+    if (clusters * cluster > 0x7fffffff) return cudaErrorInvalidConfiguration;
+    config.gridDim = dim3(clusters * cluster);
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 template <typename T>
-int softmax(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
-    const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+int rows(const T* x, T* out, i64 n_rows, i64 n_cols, i64 row_stride, cudaStream_t stream) {
+    const i64 vectors = n_cols / LANES<T>;          // at most, in a row
+    const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out);
+    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
     int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
-    while (threads < MAX_THREADS && threads * VECS < vectors) threads *= 2;
-    while (cluster < CLUSTER_LIMIT && cluster * threads * VECS < vectors) cluster *= 2;
-    const int rows = threads <= 32 ? NARROW_THREADS / threads : 1;
-    const long long capacity = static_cast<long long>(cluster) * threads * VECS;
-    auto kernel = softmax_rows<T, 0>;
-    if (vectors <= capacity) kernel = softmax_rows<T, VECS>;
-    else if (vectors <= 2 * capacity) kernel = softmax_rows<T, 2 * VECS>;
-    return launch(kernel, (n_rows + rows - 1) / rows, dim3(threads, rows), cluster, stream,
+    while (threads < 32 && threads * VECS < vectors) threads *= 2;
+    while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
+    const int down = threads <= 32 ? min(128, MAX_THREADS) / threads : 1;
+
+    int device = 0, limit = 0;
+    cudaGetDevice(&device), cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    limit = min(limit, SHARED_KB * 1024);
+    auto registers = [&] { return vectors <= i64(cluster) * threads * VECS; };
+    auto slots = [&] { return (vectors + cluster * WIDE_THREADS - 1) / (cluster * WIDE_THREADS) * WIDE_THREADS; };
+    auto shared = [&] { return 2 * 16 * slots() <= limit; };
+    while (cluster < CLUSTER_LIMIT && !registers() && !(shared() && n_rows * cluster >= FILL)) cluster *= 2;
+    if (!registers() && shared())
+        return launch(softmax_wide<T>, n_rows, WIDE_THREADS, cluster, 2 * 16 * slots(), stream,
+                      x, out, n_rows, n_cols, row_stride, static_cast<int>(slots()), cluster);
+    auto kernel = softmax_rows<T, 0, false>;
+    if (registers()) kernel = aligned ? softmax_rows<T, VECS, true> : softmax_rows<T, VECS, false>;
+    return launch(kernel, (n_rows + down - 1) / down, dim3(threads, down), cluster, 0, stream,
                   x, out, n_rows, n_cols, row_stride, cluster);
 }
 
+// x is (outer, n, inner), contiguous, or rows that are row_stride apart where inner is 1.
 template <typename T>
-int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
-    const int warps = n < COL_WARPS ? n : COL_WARPS;
-    int cluster = 1;
+int run(const void* x, void* out, i64 outer, i64 n, i64 inner, i64 row_stride, cudaStream_t stream) {
+    const T* from = static_cast<const T*>(x);
+    T* to = static_cast<T*>(out);
+    if (inner == 1) return rows(from, to, outer, n, row_stride, stream);
+    int warps = n < COL_WARPS ? n : COL_WARPS, cluster = 1;
     while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
-    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, stream,
-                  x, out, n, inner, cluster);
+    const i64 tiles = outer * ((inner + 31) / 32);
+    return launch(softmax_columns<T>, tiles, dim3(32, warps), cluster, 0, stream, from, to, n, inner, cluster);
 }
 
-extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long n_rows, long long n_cols,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, n_rows, n_cols, row_stride, stream);
-}
-extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long n_rows,
-                            long long n_cols, long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, n_rows, n_cols, row_stride, stream);
-}
-extern "C" int softmax_f32(const float* x /* strided */, float* out, long long n_rows, long long n_cols,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, n_rows, n_cols, row_stride, stream);
-}
-
-extern "C" int columns_f16(const __half* x, __half* out, long long outer, long long n, long long inner,
-                           cudaStream_t stream) {
-    return columns(x, out, outer, n, inner, stream);
-}
-extern "C" int columns_bf16(const __nv_bfloat16* x, __nv_bfloat16* out, long long outer, long long n,
-                            long long inner, cudaStream_t stream) {
-    return columns(x, out, outer, n, inner, stream);
-}
-extern "C" int columns_f32(const float* x, float* out, long long outer, long long n, long long inner,
-                           cudaStream_t stream) {
-    return columns(x, out, outer, n, inner, stream);
+extern "C" int softmax(const void* x /* strided */, void* out, int dtype, i64 outer, i64 n, i64 inner, i64 row_stride,
+                       cudaStream_t stream) {
+    const auto of_type = dtype == 0 ? run<__half> : dtype == 1 ? run<__nv_bfloat16> : run<float>;
+    return of_type(x, out, outer, n, inner, row_stride, stream);
 }
 """
-
-SUFFIX = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 @lru_cache(maxsize=1)
@@ -334,13 +364,10 @@ def kernel_fn(x, dim=-1):
     if out.numel() == 0:
         return out
     dim %= x.ndim
-    n = x.shape[dim]
-    if dim == x.ndim - 1:
-        rows = x.reshape(-1, n)  # a view where one stride leads from row to row
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        getattr(compiled(), f"softmax_{SUFFIX[x.dtype]}")(rows, out, rows.shape[0], n, rows.stride(0))
-    else:
-        outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
-        getattr(compiled(), f"columns_{SUFFIX[x.dtype]}")(x.contiguous(), out, outer, n, inner)
+    outer, n, inner = prod(x.shape[:dim]), x.shape[dim], prod(x.shape[dim + 1 :])
+    if inner == 1:
+        x = x.reshape(outer, n)  # a view where one stride leads from row to row
+    if inner > 1 or x.stride(1) != 1:
+        x = x.contiguous()
+    compiled().softmax(x, out, DTYPES[x.dtype], outer, n, inner, x.stride(0))
     return out

@@ -59,9 +59,9 @@ def load(op, **config):
     launchers = cuda.parse_launchers(m.CUDA_SRC, defines)
     src = convert(m.CUDA_SRC)
     d = Path(tempfile.mkdtemp())
-    (d / "kernel.cpp").write_text(f'#include "hopper_emulator.h"\n{src}\n{cuda._glue(launchers)}')
-    subprocess.run([cuda.find_nvcc().nvcc, "-O2", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-w,-fno-strict-aliasing,-mf16c,-mavx2", f"-I{ROOT}/tests", f"-I{ROOT}/scratch/emulator", *[f"-D{k}={v}" for k, v in defines.items()], "kernel.cpp", "-o", "kernel.so"], cwd=d, check=True)
+    (d / "kernel.cpp").write_text(f'#include "hopper_emulator.h"\n{src}\n{cuda.glue(launchers)}')
+    subprocess.run([cuda.find_nvcc(), "-O2", "-std=c++17", "-shared", "-Xcompiler", "-fPIC,-w,-fno-strict-aliasing,-mf16c,-mavx2", f"-I{ROOT}/tests", f"-I{ROOT}/scratch/emulator", *[f"-D{k}={v}" for k, v in defines.items()], "kernel.cpp", "-o", "kernel.so"], cwd=d, check=True)
     h = ctypes.CDLL(str(d / "kernel.so")); h.ak_error_string.restype = ctypes.c_char_p
-    lib = SimpleNamespace(**{n: cuda._bind(l, h, True) for n, l in launchers.items()})
+    lib = SimpleNamespace(**{n: cuda.bind(l, h, True) for n, l in launchers.items()})
     m.compiled = lambda: lib
     return m

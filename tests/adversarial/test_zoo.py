@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from zoo import ROOT, Specimen, close_baselines, examine, specimens  # noqa: E402
+from zoo import ROOT, Specimen, able, close_baselines, examine, specimens  # noqa: E402
 
 from autokernel import integrity, report, review, worker  # noqa: E402
 from autokernel.run import KEYS  # noqa: E402
@@ -29,8 +29,8 @@ def _end_of_module():
 
 @pytest.mark.parametrize("specimen", [_marked(s) for s in specimens()])
 def test_specimen(specimen: Specimen):
-    if specimen.needs == "gpu" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+    if not able(specimen, torch.cuda.is_available()):
+        pytest.skip(f"needs a {specimen.needs}")
     result = examine(specimen)
     assert result.as_expected, f"{result.outcome}, expected {'|'.join(specimen.expect)}: {result.reason}"
     if result.outcome != "PASS":

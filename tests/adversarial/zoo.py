@@ -4,7 +4,7 @@ A file of the zoo is a complete kernel.py. Its docstring says the family (an id 
 tries to win. Its constants say what must become of it:
 
     EXPECT = "FAIL"          outcomes that are right, "FAIL|CRASH" if several; DIED: the judge itself was ended
-    NEEDS = "gpu"            what it needs to be tried at all
+    NEEDS = "gpu"            the only kind of machine it can be tried on: "gpu" or "cpu"
     OPTIONS = {"timeout": 5} fields of autokernel.run.Options
     VIA = "bench"            run bench.py as a command, not the judge in this process
     RUNS = 2                 judge it so many times; the last outcome counts
@@ -31,12 +31,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
 from nursery import Nursery  # noqa: E402
 
 from autokernel import judge, process, run, spec, worker  # noqa: E402
-from autokernel.process import Child, Launcher, launcher  # noqa: E402
+from autokernel.process import Child, launcher  # noqa: E402
 
+FRESH = False  # start each child as bench.py does, not by fork
 CANARY = "experiment\ttag\nnot a real ledger\n"
 
 
@@ -74,6 +74,10 @@ class Specimen:
             path, legal, title, tuple(expect.split("|")), values.get("NEEDS", ""), values.get("OPTIONS", {}),
             values.get("VIA", ""), values.get("RUNS", 1), values.get("VENDOR"),
         )  # fmt: skip
+
+
+def able(specimen: Specimen, on_gpu: bool) -> bool:
+    return specimen.needs in ("", "gpu" if on_gpu else "cpu", "triton")
 
 
 def specimens() -> list[Specimen]:
@@ -128,12 +132,16 @@ def _own_files(folder: Path) -> Iterator[list[Path]]:
 def _in_process(specimen: Specimen) -> dict[str, Any]:
     with _nursery(), launcher(ahead=1) as children, _shared_baseline():
         options = {"timeout": 20, "allow_dirty_harness": True, **specimen.options}
-        return run.run(run.Options(specimen.path, **options), children).values
+        try:
+            return run.run(run.Options(specimen.path, **options), children).values
+        except run.HarnessFailure as failure:
+            return {"correctness": "NO VERDICT", "reason": str(failure)}
 
 
 def _by_command(specimen: Specimen) -> dict[str, Any]:
     """bench.py as users call it. A judge that was killed gives no verdict: DIED, and no record."""
-    command = [sys.executable, str(ROOT / "bench.py"), "--kernel", str(specimen.path), "--json", "--allow-dirty-harness"]
+    command = [sys.executable, str(ROOT / "bench.py"), "--kernel", str(specimen.path), "--json"]
+    command += ["--allow-dirty-harness"]
     command += [f"--{name}={value}" for name, value in specimen.options.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     if done.returncode in (0, 1):
@@ -145,15 +153,15 @@ def _by_command(specimen: Specimen) -> dict[str, Any]:
     return {"correctness": died, "reason": f"exit status {done.returncode} {done.stderr.strip()[-200:]}"}
 
 
-# ---- children by fork: importing PyTorch costs more than judging a kernel ---------------------------------------------
+# ---- children by fork: importing PyTorch costs more than judging a kernel --------------------------------------------
 
 _nurseries: list[Nursery] = []
 
 
 @contextlib.contextmanager
 def _nursery() -> Iterator[None]:
-    """On a CPU. A CUDA context does not survive a fork, and nobody else's kernel may have run in a child's process."""
-    if torch.cuda.is_available():
+    """The process that is forked has no CUDA context, and no kernel ever runs in it."""
+    if FRESH:
         yield
         return
     if not _nurseries:
@@ -184,8 +192,8 @@ class _Baseline:
     kept: dict[str, worker.Worker] = {}
     folder = tempfile.TemporaryDirectory(prefix="zoo-baselines-")
 
-    def __init__(self, bench: judge.Bench, cases: list[spec.Case]):
-        self.bench, self.bytes = bench, max(bench.layout(case).total for case in cases)
+    def __init__(self, bench: judge.Bench, cache: Path, cases: list[spec.Case]):
+        self.bench, self.place, self.bytes = bench, cache, max(bench.layout(case).total for case in cases)
 
     def share(self, flush_bytes: int, timeout: float) -> None:
         op = self.bench.spec.name
@@ -195,7 +203,7 @@ class _Baseline:
             if real:
                 real.close()
             child = Child(Path(self.folder.name), "baseline")
-            real = self.kept[op] = worker.Worker(child, self.bench.device, "baseline", self.bytes)
+            real = self.kept[op] = worker.Worker(child, self.bench.device, self.place, self.bytes)
             real.share(flush_bytes, timeout)
         self.real = real
 
@@ -210,8 +218,8 @@ class _Baseline:
 def _shared_baseline() -> Iterator[None]:
     original = judge.Bench.worker
 
-    def worker_or_shared(self, cache_key, cases):
-        return _Baseline(self, cases) if cache_key == "baseline" else original(self, cache_key, cases)
+    def worker_or_shared(self, cache, cases, under=()):
+        return _Baseline(self, cache, cases) if cache.name == "baseline" else original(self, cache, cases, under)
 
     judge.Bench.worker = worker_or_shared
     try:
@@ -272,4 +280,4 @@ def side_by_side() -> Iterator[None]:
         run.run_stages, run._Session._timed, run.gpu_lock = stages, timed, lock
 
 
-__all__ = ["Launcher", "Result", "Specimen", "close_baselines", "examine", "side_by_side", "specimens"]
+__all__ = ["Result", "Specimen", "able", "close_baselines", "examine", "side_by_side", "specimens"]

@@ -1,4 +1,4 @@
-"""A1 input mutation: work in place in the caller's tensor and return a copy; the values are right, the input is gone."""
+"""A1 input mutation: work in place in the caller's tensor and return a copy; right values, the input gone."""
 
 KERNEL_TYPE = "softmax"
 BACKEND = "triton"

@@ -1,7 +1,5 @@
 """A2, B11 work moved out of the call: keep a packed copy of the weight by its address, never look at it again."""
 
-import torch
-
 KERNEL_TYPE = "matmul"
 BACKEND = "triton"
 packed = {}
@@ -13,7 +11,3 @@ def kernel_fn(A, B, bias=None):
         packed[key] = B.float().contiguous()
     out = A.float() @ packed[key]
     return (out if bias is None else out + bias.float()).to(A.dtype)
-
-
-def unused():
-    return torch

@@ -6,6 +6,7 @@ import torch
 
 KERNEL_TYPE = "softmax"
 BACKEND = "triton"
+NEEDS = "cpu"
 EXPECT = "FAIL|CRASH"
 
 gc.unfreeze()

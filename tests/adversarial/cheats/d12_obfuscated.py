@@ -2,7 +2,7 @@
 
 import base64
 
-import torch
+import torch  # noqa: F401 - the hidden code uses it
 
 KERNEL_TYPE = "softmax"
 BACKEND = "triton"
@@ -15,5 +15,3 @@ exec(base64.b64decode(hidden))
 def kernel_fn(x, dim=-1):
     return globals()["f"](x, dim)
 
-
-unused = torch
