@@ -158,7 +158,7 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     tensors = {n: "Tensor | None" if a.optional else "Tensor" for n, a in spec.args.items()}
     kinds = {**tensors, **{n: ANNOTATIONS[type(v)] for n, v in spec.scalars.items()}}
     defaults = {n: "" if d is ... else f" = {d!r}" for n, d in spec.parameters.items()}
-    has_layers = (Path(__file__).parent / "export_templates/layers" / f"{spec.name}.py.in").exists()
+    layers = layers_source(project, spec)
     values = dict(
         op=spec.name, first=first, reference=spec.reference.__name__, schema=spec.schema().replace('"', '\\"'),
         names=", ".join(spec.parameters), tensors=", ".join(spec.args),
@@ -176,8 +176,8 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     files = {
         "__init__.py": template(
             "init.py.in", op=spec.name, summary=_doc(spec).splitlines()[0], call=_call(spec),
-            language=LANGUAGES[source.backend], import_layers="from . import layers\n" * has_layers,
-            all=f'"{spec.name}"' + ', "layers"' * has_layers,
+            language=LANGUAGES[source.backend], import_layers="from . import layers\n" * bool(layers),
+            all=f'"{spec.name}"' + ', "layers"' * bool(layers),
         ),
         "op.py": template("op.py.in", **values),
         "kernel.py": cuda.python if cuda else source.data.decode(),
@@ -186,10 +186,14 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     if cuda:
         files["op.py"] = files["op.py"].replace("import os\n", "", 1)
         files["_cuda.py"] = template("cuda.py.in", defines=repr(cuda.defines))
-    if has_layers:
-        values = dict(repo_id=project.shown_repo, version=project.version, name=project.name)
-        files["layers.py"] = template(f"layers/{spec.name}.py.in", **values)
-    return files
+    return files | ({"layers.py": layers} if layers else {})
+
+
+def layers_source(project: Project, spec: OpSpec) -> str:
+    """What transformers can take of the operator, or ""; its docstring holds code for the card."""
+    name = f"layers/{spec.name}.py.in"
+    there = (Path(__file__).parent / "export_templates" / name).exists()
+    return template(name, repo_id=project.shown_repo, version=project.version) if there else ""
 
 
 def _dtype_names(spec: OpSpec) -> str:
@@ -225,31 +229,27 @@ def _check_dim(spec: OpSpec, first: str) -> str:
 
 def reference_source(spec: OpSpec) -> str:
     """The formula that the kernel was judged by, with what its module defines for it."""
-    module = inspect.getmodule(spec.reference)
-    tree = ast.parse(text := inspect.getsource(module))
+    text = inspect.getsource(inspect.getmodule(spec.reference))
     wanted, kept = {spec.reference.__name__}, []
-    for node in reversed(tree.body):  # what a name needs is defined before it
-        names = {t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)} | {getattr(node, "name", None)}
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = {(a.asname or a.name).partition(".")[0] for a in node.names}
+    for node in reversed(ast.parse(text).body):  # what a name needs is defined before it
+        names = {getattr(t, "id", None) for t in getattr(node, "targets", ())} | {getattr(node, "name", None)}
+        names |= {(a.asname or a.name).partition(".")[0] for a in getattr(node, "names", ())}
         if names & wanted:
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            kept.append((node, ast.get_source_segment(text, node)))
-    imports = [segment for node, segment in reversed(kept) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    others = [segment for node, segment in reversed(kept) if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    return "\n\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""\n\n' + "\n".join(imports),
-                          *others]) + "\n"
+            kept.append(ast.get_source_segment(text, node))
+    return "\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""', *reversed(kept)]) + "\n"
 
 
 def test_cases(spec: OpSpec, accepted: tuple[str, ...], on_gpu: bool) -> list[str]:
-    """Odd sizes, views and options with ordinary content, as lines of the test file."""
-    cases = spec.cases(on_gpu, set(accepted), random.Random(0))
-    lines = []
-    for case in {c.label: c for c in cases if c.stage in ("shape_sweep", "edge_cases")}.values():
+    """Odd sizes, views and options with ordinary content, as lines of the test file: the first in every dtype."""
+    groups: dict[str, list[Case]] = {}
+    for case in spec.cases(on_gpu, set(accepted), random.Random(0)):
         elements = sum(t.span for t in spec.tensors(case).values()) + spec.output(case).span
-        if elements <= MAX_ELEMENTS[on_gpu] and spec.flops(case.size, spec.scalars) <= 64 * MAX_ELEMENTS[on_gpu]:
-            lines.append(_case_line(spec, case))
-    return lines
+        small = elements <= MAX_ELEMENTS[on_gpu] and spec.flops(case.size, spec.scalars) <= 64 * MAX_ELEMENTS[on_gpu]
+        if small and case.stage in ("shape_sweep", "edge_cases"):
+            groups.setdefault(case.label.replace(case.dtype, "", 1), []).append(case)
+    chosen = [group if i == 0 else [group[i % len(group)]] for i, group in enumerate(groups.values())]
+    return [_case_line(spec, case) for group in chosen for case in group]
 
 
 def _draws(spec: OpSpec, case: Case) -> str:
@@ -276,26 +276,27 @@ def project_files(
 ) -> dict[str, str]:  # fmt: skip
     """All files of the project but the builds."""
     spec = narrowed(ops.get(source.kernel_type), source.parameters)
-    python, draw = project.python_name, template("draw.py.in")
-    common = dict(name=project.name, op=spec.name, repo_id=project.shown_repo, version=project.version, draw=draw)
-    test_file, shapes = f"test_{python}.py", spec.shapes
-    sizes = [f'    "{n}": {_draws(spec, Case(n, "", shapes[n], "fp16", omit=_optional(spec)))},' for n in spec.timed]
-    gpu_lines = [f"    {line}" for line in test_cases(spec, source.parameters, True)]
+    python, timed = project.python_name, [plain_case(spec, spec.shapes, name) for name in spec.timed]
+    common = dict(
+        name=project.name, op=spec.name, repo_id=project.shown_repo, version=project.version,
+        draw=template("draw.py.in"), reference=spec.reference.__name__,
+    )  # fmt: skip
     files = {f"torch-ext/{python}/{n}": text for n, text in package(project, source, spec, cuda).items()}
     files |= {
         "build.toml": build_toml(project, source, cuda),
         "flake.nix": template("flake.nix"),
         "CARD.md": card(project, source, spec, record, refusal, variants),
-        f"tests/{test_file}": template(
-            "test.py.in", **common, test_file=test_file, reference=spec.reference.__name__, first=next(iter(spec.args)),
+        f"tests/test_{python}.py": template(
+            "test.py.in", **common, test_file=f"test_{python}.py", first=next(iter(spec.args)),
             last=[n for n, a in spec.args.items() if not a.optional][-1],
             needs="" if cuda is None else "A CUDA build is loaded there, not run.",
             interpretable='os.environ.get("TRITON_INTERPRET") == "1"' if cuda is None else "False",
-            cases="\n".join(test_cases(spec, source.parameters, False)), gpu_cases="\n".join(gpu_lines),
+            cases="\n".join(test_cases(spec, source.parameters, False)),
+            gpu_cases="\n".join(f"    {line}" for line in test_cases(spec, source.parameters, True)),
         ),
         "benchmarks/benchmark.py": template(
-            "benchmark.py.in", **common, baseline=spec.baseline_name, reference=spec.reference.__name__,
-            sizes="\n".join(sizes),
+            "benchmark.py.in", **common, baseline=spec.baseline_name,
+            sizes="\n".join(f'    "{case.name}": {_draws(spec, case)},' for case in timed),
         ),
     }  # fmt: skip
     if cuda:
@@ -303,8 +304,9 @@ def project_files(
     return files
 
 
-def _optional(spec: OpSpec) -> tuple[str, ...]:
-    return tuple(n for n, a in spec.args.items() if a.optional)
+def plain_case(spec: OpSpec, shapes: Mapping[str, Any], name: str) -> Case:
+    """A named size without optional tensors."""
+    return Case(name, "", shapes[name], "fp16", omit=tuple(n for n, a in spec.args.items() if a.optional))
 
 
 def cuda_path(project: Project) -> str:
@@ -336,9 +338,8 @@ def card(
     """CARD.md: how to use it, what was measured, by whom, and what it does not do."""
     python = project.python_name
     layers = ""
-    if (Path(__file__).parent / "export_templates/layers" / f"{spec.name}.py.in").exists():
-        values = dict(repo_id=project.shown_repo, version=project.version, name=project.name)
-        head, _, code = ast.get_docstring(ast.parse(template(f"layers/{spec.name}.py.in", **values))).partition("\n\n")
+    if source_of_layers := layers_source(project, spec):
+        head, _, code = ast.get_docstring(ast.parse(source_of_layers)).partition("\n\n")
         layers = f"\n## In transformers\n\n{head}\n\n```python\n{textwrap.dedent(code)}\n```\n"
     forced = f"\n> **Not accepted by the judge**: {refusal.partition(';')[0]}. Exported with `--force`.\n"
     return template(
@@ -355,8 +356,7 @@ def card(
 
 def _example(spec: OpSpec) -> str:
     """A call at the operator's smallest size, as text that runs."""
-    case = Case("small", "", spec.size_named("small", on_gpu=False), "fp16", omit=_optional(spec))
-    lines = []
+    case, lines = plain_case(spec, spec.cpu_shapes, "small"), []
     for name, tensor in spec.tensors(case).items():
         arg = spec.args[name]
         if arg.draw == "index":
@@ -470,7 +470,7 @@ def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -
     texts = [f.read_bytes() for p in inputs for f in (sorted(p.rglob("*")) if p.is_dir() else [p]) if f.is_file()]
     unique = hashlib.sha256(b"\0".join([project.name.encode(), b"%d" % project.version, *texts])).hexdigest()[:12]
     identity = f"_{project.python_name}_{backend}_{unique}"  # two kernels with one id would be one module
-    (folder / "_ops.py").write_text(template(f"ops_{'library' if cuda else 'noarch'}.py.in", id=identity))
+    (folder / "_ops.py").write_text(_namespace(identity, bool(cuda)))
     target: dict[str, Any] = {"type": backend}
     if cuda:
         build_library(work, cuda, cuda_path(project), identity, folder / f"{identity}.abi3.so")
@@ -480,6 +480,14 @@ def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -
     digest = Digest.hash_variant(DigestAlgorithm.SHA256, folder)
     values["digest"] = {"algorithm": "sha256", "files": digest.files}
     (folder / "metadata.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _namespace(identity: str, compiled: bool) -> str:
+    """_ops.py: the operators' namespace, of this build alone; a compiled library fills it when it is loaded."""
+    load = [f'ctypes.CDLL(str(Path(__file__).with_name("{identity}.abi3.so")))'] if compiled else []
+    return "\n".join([*["import ctypes", "from pathlib import Path", ""] * compiled, "import torch", "", *load,
+                      f"ops = torch.ops.{identity}", "", "", "def add_op_namespace_prefix(name):",
+                      f'    return f"{identity}::{{name}}"', ""])  # fmt: skip
 
 
 def _loader():
