@@ -7,7 +7,7 @@ i + kv_len - q_len; a row that sees none gives 0. head_dim up to 256, padded to 
 - fp16/bf16 on Hopper: a block owns 128 query rows, 64 per consumer warpgroup; a producer thread streams K and V tiles
   with TMA. wgmma computes S = Q K^T from shared memory; P stays in registers as the next wgmma's operand. S of a tile
   is issued together with O += P V of the tile before: the tensor cores work while the softmax is computed.
-- fp32: IEEE FMA, a warp owns query rows, the same online softmax. 16-bit types on other GPUs go this way.
+- fp32, and 16-bit types on other GPUs: IEEE FMA, a warp owns query rows, the same online softmax.
 A row is always summed by one thread group in one fixed order: bitwise deterministic.
 """
 
@@ -20,10 +20,9 @@ from autokernel.cuda import compile_cuda
 
 KERNEL_TYPE = "flash_attention"
 BACKEND = "cuda"
-CONFIG = {
-    "BLOCK_N": 128,  # K/V rows per tile, 64 or 128, for head_dim up to 128; above, 64: the registers hold no more
-    "STAGES": 2,  # K/V tiles in flight
-}
+# BLOCK_N: K/V rows per tile, 64 or 128, for head_dim up to 128 (above, 64: the registers hold no more); STAGES: K/V
+# tiles in flight, 2 fill the shared memory at head_dim 256.
+CONFIG = {"BLOCK_N": 128, "STAGES": 2}
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 HEAD_DIM_MAX = 256
 
@@ -75,12 +74,9 @@ __device__ void mbar_expect_bytes(uint32_t bar, int bytes) {
 __device__ void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
 }
-__device__ void mbar_wait(uint32_t bar, int parity) {             // until the phase of that parity has completed
-    uint32_t done;
-    do {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-    } while (!done);
+__device__ void mbar_wait(uint32_t bar, int parity) {  // until the phase of that parity has completed
+    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+                 :: "r"(bar), "r"(parity) : "memory");
 }
 // `rows` rows of one head, in chunks of 64 columns: chunk c lies at dst + c * rows * ROW.
 __device__ void tma_load(uint32_t dst, const CUtensorMap* map, int chunks, int rows, int row, int head, int batch,
@@ -295,8 +291,6 @@ attention_wgmma(const __grid_constant__ CUtensorMap map_q, const __grid_constant
                 }
         }
     }
-#else
-    __trap();  // compiled for another architecture
 #endif
 }
 
@@ -324,15 +318,13 @@ cudaError_t tensor_map(CUtensorMap* map, const T* base, Problem p, int heads, in
 template <typename T, int CHUNKS, int BN>
 cudaError_t launch_wgmma(const T* q, const T* k, const T* v, T* out, const Problem& p, cudaStream_t stream) {
     CUtensorMap map_q, map_k, map_v;
-    cudaError_t err = tensor_map(&map_q, q, p, p.heads, p.q_len, p.q, BM);
-    if (err == cudaSuccess) err = tensor_map(&map_k, k, p, p.kv_heads, p.kv_len, p.k, BN);
-    if (err == cudaSuccess) err = tensor_map(&map_v, v, p, p.kv_heads, p.kv_len, p.v, BN);
+    if (cudaError_t err = tensor_map(&map_q, q, p, p.heads, p.q_len, p.q, BM)) return err;
+    if (cudaError_t err = tensor_map(&map_k, k, p, p.kv_heads, p.kv_len, p.k, BN)) return err;
+    if (cudaError_t err = tensor_map(&map_v, v, p, p.kv_heads, p.kv_len, p.v, BN)) return err;
     const int smem = CHUNKS * ROW * (BM + 2 * STAGES * BN) + 1024;  // 1024: room to align the first tile
     auto kernel = attention_wgmma<T, CHUNKS, BN>;
-    if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    if (err != cudaSuccess) return err;
-    const i64 blocks = i64(p.q_len + BM - 1) / BM * p.heads * p.batch;
-    kernel<<<blocks, THREADS, smem, stream>>>(map_q, map_k, map_v, out, p);
+    if (cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return err;
+    kernel<<<i64(p.q_len + BM - 1) / BM * p.heads * p.batch, THREADS, smem, stream>>>(map_q, map_k, map_v, out, p);
     return cudaGetLastError();
 }
 
@@ -398,10 +390,9 @@ attention_fma(const float* q, const float* k, const float* v, float* out, const 
 template <int D>
 cudaError_t launch_fma(const float* q, const float* k, const float* v, float* out, const Problem& p, cudaStream_t s) {
     constexpr int TILE = D <= 128 ? 64 : 32, smem = (TILE + 2 * 32) * (D + 4) * 4;
-    cudaError_t err = cudaFuncSetAttribute(attention_fma<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    if (err != cudaSuccess) return err;
-    const i64 blocks = i64(p.q_len + TILE - 1) / TILE * p.heads * p.batch;
-    attention_fma<D><<<blocks, 256, smem, s>>>(q, k, v, out, p);
+    auto kernel = attention_fma<D>;
+    if (cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return err;
+    kernel<<<i64(p.q_len + TILE - 1) / TILE * p.heads * p.batch, 256, smem, s>>>(q, k, v, out, p);
     return cudaGetLastError();
 }
 

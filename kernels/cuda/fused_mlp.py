@@ -3,12 +3,12 @@
 x is (..., dim); w_gate and w_up (dim, hidden), w_down (hidden, dim), row-major or transposed views of Linear weights.
 Two launches of one kernel. Gated: a tile holds 128 columns of x @ w_gate beside the same 128 of x @ w_up, so x is read
 once for both and the activation runs on the accumulators; only the product goes to memory, in the input's dtype.
-Down: a plain product. (One launch for both would redo the gated product for every tile of the output.)
+Down: a plain product.
 
 - fp16/bf16 on Hopper: warp-specialised wgmma. One thread streams 64-deep slabs into a ring of shared-memory stages with
   TMA; two warpgroups multiply them, each 64 rows of a 128 x 256 tile. Persistent blocks, so that the ring refills while
   a finished tile is written. TMA needs 16-byte rows: an operand without them is copied into padded rows.
-- fp32: IEEE FMA, 128 x 128 tiles, 8 x 8 accumulators per thread, any strides. 16-bit types on other GPUs go this way.
+- fp32, and 16-bit types on other GPUs: IEEE FMA, any strides.
 Each output element is summed by one thread group in one fixed order: bitwise deterministic.
 """
 
@@ -20,10 +20,9 @@ from autokernel.cuda import compile_cuda
 
 KERNEL_TYPE = "fused_mlp"
 BACKEND = "cuda"
-CONFIG = {
-    "STAGES": 4,  # slabs in flight: 48 KB each; 4 fill Hopper's 227 KB
-    "GROUP_M": 16,  # row tiles walked per column sweep: 16 x 8 tiles in flight share the most A and B in L2
-}
+# STAGES: slabs in flight, 48 KB each, 4 fill Hopper's 227 KB; GROUP_M: row tiles walked per column sweep, 16 x 8 tiles
+# in flight share the most A and B in L2.
+CONFIG = {"STAGES": 4, "GROUP_M": 16}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
@@ -63,10 +62,8 @@ __device__ void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
 }
 __device__ void mbar_wait(uint32_t bar, int parity) {  // until the phase of that parity has completed
-    uint32_t done = 0;
-    while (!done)
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+                 :: "r"(bar), "r"(parity) : "memory");
 }
 __device__ void tma_load(uint32_t dst, const CUtensorMap* map, int inner, int outer, uint32_t bar) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -103,17 +100,17 @@ __device__ void pin(float (&r)[64]) {
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(r[i]) :: "memory");
 }
 
-// One row of a 64 x 128 accumulator. Lane q of a quad holds columns 2q, 2q+1 of each 8-column group; two butterfly
-// exchanges transpose four groups, so that it holds all 8 columns of group q and stores 16 bytes at once.
+// Two rows of a 64 x 128 accumulator, 8 apart. Lane q of a quad holds columns 2q, 2q+1 of each 8-column group; two
+// butterfly exchanges transpose four groups, so that it holds all 8 columns of group q and stores 16 bytes at once.
 template <typename T>
-__device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i64 col0, const Problem& p) {
+__device__ void store_rows(T* out, const float (&d)[64], i64 row, i64 col0, const Problem& p) {
     const int q = threadIdx.x % 4;
 #pragma unroll
-    for (int g = 0; g < 4; ++g) {  // 32 columns at a time
+    for (int g = 0; g < 8; ++g) {  // 32 columns of one row at a time
         uint32_t v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int r = 16 * g + 4 * i + 2 * half_row;
+            const int r = 16 * (g % 4) + 4 * i + 2 * (g / 4);
             const T pair[2] = {T(d[r]), T(d[r + 1])};
             memcpy(&v[i], pair, 4);
         }
@@ -125,9 +122,9 @@ __device__ void store_row(T* out, const float (&d)[64], int half_row, i64 row, i
                     const uint32_t sent = q & s ? v[i] : v[i + s], got = __shfl_xor_sync(~0u, sent, s);
                     (q & s ? v[i] : v[i + s]) = got;
                 }
-        const i64 col = col0 + 32 * g + 8 * q;
-        if (row >= p.M || col >= p.N) continue;
-        T* dst = out + row * p.out_row + col;
+        const i64 r = row + g / 4 * 8, col = col0 + 32 * (g % 4) + 8 * q;
+        if (r >= p.M || col >= p.N) continue;
+        T* dst = out + r * p.out_row + col;
         if (p.out_row % 8 == 0) *reinterpret_cast<uint4*>(dst) = make_uint4(v[0], v[1], v[2], v[3]);  // padding too
         else
 #pragma unroll
@@ -217,14 +214,9 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
 #pragma unroll
                 for (int i = 0; i < 64; ++i) acc[0][i] = activate<T>(acc[0][i], p.activation) * acc[1][i];
 #pragma unroll
-            for (int h = 0; h < (GATED ? 1 : 2); ++h) {
-                store_row(out, acc[h], 0, row, n0 + 128 * h, p);
-                store_row(out, acc[h], 1, row + 8, n0 + 128 * h, p);
-            }
+            for (int h = 0; h < (GATED ? 1 : 2); ++h) store_rows(out, acc[h], row, n0 + 128 * h, p);
         }
     }
-#else
-    __trap();  // compiled for another architecture
 #endif
 }
 
@@ -252,105 +244,74 @@ template <typename T, bool B_N_MAJOR, bool GATED>
 cudaError_t launch_wgmma(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
     int device, sms;
     CUtensorMap map_a, map_b[2];
-    cudaError_t err = cudaGetDevice(&device);
-    if (err == cudaSuccess) err = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    if (err == cudaSuccess) err = tensor_map(&map_a, (const T*)a, p.M, p.K, p.a_row, BM);
-    for (int h = 0; h < 2 && err == cudaSuccess; ++h) {
+    if (cudaError_t err = cudaGetDevice(&device)) return err;
+    if (cudaError_t err = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device)) return err;
+    if (cudaError_t err = tensor_map(&map_a, (const T*)a, p.M, p.K, p.a_row, BM)) return err;
+    for (int h = 0; h < 2; ++h) {
         const T* b = (const T*)(h ? b1 : b0);
-        if (B_N_MAJOR) err = tensor_map(&map_b[h], b, p.K, p.N, p.b_row, BK);
-        else err = tensor_map(&map_b[h], b, p.N, p.K, p.b_col, 128);
+        if (cudaError_t err = B_N_MAJOR ? tensor_map(&map_b[h], b, p.K, p.N, p.b_row, BK)
+                                        : tensor_map(&map_b[h], b, p.N, p.K, p.b_col, 128)) return err;
     }
     const int smem = STAGES * 3 * SLAB + 1024, BN = GATED ? 128 : 256;  // 1024: room to align the first stage
     auto kernel = mlp_wgmma<T, B_N_MAJOR, GATED>;
-    if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-    if (err != cudaSuccess) return err;
+    if (cudaError_t err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem)) return err;
     const i64 tiles = (p.M + BM - 1) / BM * ((p.N + BN - 1) / BN);
     kernel<<<int(tiles < sms ? tiles : sms), THREADS, smem, stream>>>(map_a, map_b[0], map_b[1], (T*)out, p);
     return cudaGetLastError();
 }
 
 // --------------------------------------------------------------------------------------------------- fp32: IEEE FMA
-// An operand's tile is 128 rows (along M or N) x DEPTH (along K). A thread fetches 4 of its elements into registers
-// while the previous tile is multiplied. Neighbours walk the contiguous dimension, so that every layout coalesces.
-constexpr int DEPTH = 8;
-struct Fetch {
-    int r, k, dr, dk;  // this thread's first element and the step to its next
-    __device__ explicit Fetch(bool k_contiguous) {
-        if (k_contiguous) r = threadIdx.x / DEPTH, k = threadIdx.x % DEPTH, dr = 256 / DEPTH, dk = 0;
-        else r = threadIdx.x % 128, k = threadIdx.x / 128, dr = 0, dk = 2;
-    }
-    // SPLIT: rows from 64 on are those of a second matrix, `split` elements further than they would lie in the first.
-    template <bool SPLIT>
-    __device__ void load(float (&v)[4], const float* p, i64 split, i64 row0, i64 k0, i64 rows, i64 depth,
-                         i64 row_stride, i64 k_stride) const {
-        p += (row0 + r) * row_stride + (k0 + k) * k_stride;
-        const int rows_left = min(rows - row0, 128ll), depth_left = min(depth - k0, i64(DEPTH));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = r + i * dr;
-            const bool second = SPLIT && row >= 64, inside = row - 64 * second < rows_left && k + i * dk < depth_left;
-            v[i] = inside ? p[i * (dr * row_stride + dk * k_stride) + (second ? split : 0)] : 0.f;
-        }
-    }
-    __device__ void stash(float (&tile)[DEPTH][132], const float (&v)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) tile[k + i * dk][r + i * dr] = v[i];
-    }
-};
-
-// Each thread owns an 8 x 8 block as four 4 x 4 quadrants, so that a warp's float4 reads hit distinct banks. Gated: the
-// left half of the tile's columns is w_gate's, the right half w_up's, so that a thread has both of an element.
+// 64 x 64 tiles, 4 x 4 elements a thread; gated: of both products, so that a thread has both factors of its elements.
 template <bool GATED>
-__global__ void __launch_bounds__(256, 2)
+__global__ void __launch_bounds__(256)
 mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p) {
-    __shared__ __align__(16) float sa[2][DEPTH][132], sb[2][DEPTH][132];  // 4 columns of padding against bank conflicts
-    const i64 m0 = blockIdx.x * 128ll, n0 = blockIdx.y * (GATED ? 64ll : 128ll);
-    const i64 split = b1 - b0 - 64 * p.b_col;
+    constexpr int DEPTH = 16;
+    __shared__ __align__(16) float sa[DEPTH][68], sb[1 + GATED][DEPTH][68];  // padded: fewer bank conflicts
+    const i64 m0 = blockIdx.x * 64ll, n0 = blockIdx.y * 64ll;
     const int ty = threadIdx.x / 16 * 4, tx = threadIdx.x % 16 * 4;
-    const Fetch fetch_a(p.a_col == 1), fetch_b(p.b_row == 1);
-    float acc[8][8] = {}, va[4], vb[4];
-    int now = 1;
-    for (i64 k0 = -DEPTH; k0 < p.K; k0 += DEPTH, now ^= 1) {  // the first round only fetches
-        if (k0 + DEPTH < p.K) {
-            fetch_a.load<false>(va, a, 0, m0, k0 + DEPTH, p.M, p.K, p.a_row, p.a_col);
-            fetch_b.load<GATED>(vb, b0, split, n0, k0 + DEPTH, p.N, p.K, p.b_col, p.b_row);
+    // 64 rows (of M or N) x DEPTH. Neighbours walk the contiguous dimension, so that every layout coalesces.
+    auto fetch = [&](float (&tile)[DEPTH][68], const float* x, i64 row0, i64 rows, i64 k0, i64 row_step, i64 k_step) {
+#pragma unroll
+        for (int e = threadIdx.x; e < 64 * DEPTH; e += 256) {
+            const int r = k_step == 1 ? e / DEPTH : e % 64, k = k_step == 1 ? e % DEPTH : e / 64;
+            const bool inside = row0 + r < rows && k0 + k < p.K;
+            tile[k][r] = inside ? x[(row0 + r) * row_step + (k0 + k) * k_step] : 0.f;
         }
-        if (k0 >= 0)
-#pragma unroll 1  // more would spill
-            for (int k = 0; k < DEPTH; ++k) {
-                float x[8], y[8];
-#pragma unroll
-                for (int i = 0; i < 8; i += 4) {
-                    *reinterpret_cast<float4*>(x + i) = *reinterpret_cast<float4*>(&sa[now][k][ty + i * 16]);
-                    *reinterpret_cast<float4*>(y + i) = *reinterpret_cast<float4*>(&sb[now][k][tx + i * 16]);
-                }
-#pragma unroll
-                for (int i = 0; i < 64; ++i) acc[i / 8][i % 8] = fmaf(x[i / 8], y[i % 8], acc[i / 8][i % 8]);
-            }
-        fetch_a.stash(sa[now ^ 1], va);
-        fetch_b.stash(sb[now ^ 1], vb);
+    };
+    float acc[1 + GATED][16] = {};
+    for (i64 k0 = 0; k0 < p.K; k0 += DEPTH) {
+        fetch(sa, a, m0, p.M, k0, p.a_row, p.a_col);
+        fetch(sb[0], b0, n0, p.N, k0, p.b_col, p.b_row);
+        if (GATED) fetch(sb[GATED], b1, n0, p.N, k0, p.b_col, p.b_row);
         __syncthreads();
+#pragma unroll
+        for (int k = 0; k < DEPTH; ++k) {
+            const float4 x = *reinterpret_cast<float4*>(&sa[k][ty]);
+            for (int h = 0; h < 1 + GATED; ++h) {
+                const float4 y = *reinterpret_cast<float4*>(&sb[h][k][tx]);
+                for (int i = 0; i < 16; ++i) acc[h][i] = fmaf((&x.x)[i / 4], (&y.x)[i % 4], acc[h][i]);
+            }
+        }
+        __syncthreads();  // before the next slab overwrites this one
     }
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-        const i64 m = m0 + ty + i / 8 % 4 + i / 32 * 64, n = n0 + tx + i % 4 + (GATED ? 0 : i % 8 / 4 * 64);
-        if (m >= p.M || n >= p.N || (GATED && i % 8 >= 4)) continue;
-        const float value = acc[i / 8][i % 8];
-        out[m * p.out_row + n] = GATED ? activate<float>(value, p.activation) * acc[i / 8][(i + 4) % 8] : value;
+    for (int i = 0; i < 16; ++i) {
+        const i64 m = m0 + ty + i / 4, n = n0 + tx + i % 4;
+        const float value = GATED ? activate<float>(acc[0][i], p.activation) * acc[GATED][i] : acc[0][i];
+        if (m < p.M && n < p.N) out[m * p.out_row + n] = value;
     }
-}
-template <bool GATED>
-cudaError_t launch_fma(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
-    const dim3 grid((p.M + 127) / 128, GATED ? (p.N + 63) / 64 : (p.N + 127) / 128);
-    mlp_fma<GATED><<<grid, 256, 0, stream>>>((const float*)a, (const float*)b0, (const float*)b1, (float*)out, p);
-    return cudaGetLastError();
 }
 
 template <typename T, bool GATED>
 cudaError_t launch(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
-    if constexpr (std::is_same<T, float>::value) return launch_fma<GATED>(a, b0, b1, out, p, stream);
-    else if (p.b_row == 1) return launch_wgmma<T, false, GATED>(a, b0, b1, out, p, stream);
-    else return launch_wgmma<T, true, GATED>(a, b0, b1, out, p, stream);
+    if constexpr (std::is_same<T, float>::value) {
+        const dim3 grid((p.M + 63) / 64, (p.N + 63) / 64);
+        mlp_fma<GATED><<<grid, 256, 0, stream>>>((const float*)a, (const float*)b0, (const float*)b1, (float*)out, p);
+        return cudaGetLastError();
+    } else {
+        const auto run = p.b_row == 1 ? launch_wgmma<T, false, GATED> : launch_wgmma<T, true, GATED>;
+        return run(a, b0, b1, out, p, stream);
+    }
 }
 
 extern "C" int fused_mlp(const void* x /* strided */, const void* gate /* strided */, const void* up /* strided */,

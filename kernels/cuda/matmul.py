@@ -210,8 +210,6 @@ __global__ void __launch_bounds__(THREADS, 1) matmul_wgmma(const __grid_constant
             }
         }
     }
-#else
-    __trap();  // compiled for another architecture
 #endif
 }
 
