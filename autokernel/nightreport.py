@@ -6,7 +6,6 @@ import base64
 import html
 import io
 import json
-from itertools import cycle
 from typing import Any
 
 import matplotlib
@@ -101,17 +100,18 @@ def _progress(night: Night) -> bytes:
     """Speedup over PyTorch of every experiment, in order, and each target's running best."""
     figure, axes = plt.subplots(figsize=(10, 4.5))
     order = {r.experiment: i for i, r in enumerate(night.experiments, 1)}
-    for work, colour in zip(night.works, cycle(plt.cm.tab10.colors), strict=False):
+    for index, work in enumerate(night.works):
+        colour = f"C{index % 10}"
         measured = [r for r in work.experiments if r.speedup_vs_pytorch]
         for kept, marker in ((True, "o"), (False, "x")):
             some = [r for r in measured if (r.decision in KEPT) == kept]
-            axes.scatter([order[r.experiment] for r in some], [r.speedup_vs_pytorch for r in some], color=colour,
+            axes.scatter([order[r.experiment] for r in some], [r.speedup_vs_pytorch or 0.0 for r in some], color=colour,
                          marker=marker, s=28 if kept else 14, alpha=1 if kept else 0.5)  # fmt: skip
         kept_rows = [r for r in measured if r.decision in KEPT]
         if kept_rows:
             ends = [*kept_rows, kept_rows[-1]]
             steps = [order[r.experiment] for r in kept_rows] + [order[work.experiments[-1].experiment]]
-            axes.step(steps, [r.speedup_vs_pytorch for r in ends], where="post", color=colour, label=work.name)
+            axes.step(steps, [r.speedup_vs_pytorch or 0.0 for r in ends], where="post", color=colour, label=work.name)
     failed = [order[r.experiment] for r in night.experiments if r.correctness != "PASS"]
     axes.plot(failed, [0.01] * len(failed), "|", color="0.5", transform=axes.get_xaxis_transform(), label="failed")
     axes.axhline(1, color="0.7", lw=0.8)
