@@ -290,6 +290,17 @@ def test_binding_passes_every_kind_of_argument(tmp_path, unchecked, monkeypatch)
     python(RUN_HOST_KERNEL, tmp_path, interpret=False)
 
 
+def test_without_nvcc_the_project_has_no_build(tmp_path, unchecked, monkeypatch):
+    def missing():
+        raise export_cuda.CudaCompilerMissing("nvcc not found")
+
+    monkeypatch.setattr(export_cuda, "find_nvcc", missing)
+    found = export(Project("my-rms", "u/my-rms", force=True), read_source(CUDA[6]), tmp_path / "my-rms")
+    assert found["variants"] == [] and "nvcc not found" in found["note"] and "kernel-builder" in found["note"]
+    with pytest.raises(ExportError, match="has no build to send"):
+        hub.upload(Project("my-rms", "u/my-rms"), tmp_path / "my-rms")
+
+
 @needs_nvcc
 def test_cuda_build_loads_without_a_gpu(tmp_path):
     """nvcc's library for Hopper: made, named, validated as far as it goes here, loaded, and clear about the device."""
