@@ -29,7 +29,7 @@ needs_nvcc = pytest.mark.skipif(not Path("/usr/local/cuda/bin/nvcc").exists() an
 
 def python(code: str, cwd: Path, interpret: bool = True, **environment) -> str:
     """Run code in a fresh process outside of the repository; its standard output."""
-    unwanted = ("DO_NOT_TRACK", "DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "PYTHONPATH")
+    unwanted = ("DO_NOT_TRACK", "DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")  # kernels 0.17.2 breaks on them
     variables = {k: v for k, v in os.environ.items() if k not in unwanted}
     variables |= {"TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables |= {"HF_HOME": str(cwd / "hf"), **environment}
