@@ -47,7 +47,7 @@ def main() -> int:
     try:
         for project, kernel, target in chosen(args):
             publish(args, project, kernel, target)
-    except (ExportError, KernelError, TargetError, RecordError) as error:
+    except (ExportError, KernelError, TargetError, RecordError, OSError) as error:
         print(f"export_hf.py: {error}", file=sys.stderr)
         return 2
     return 0

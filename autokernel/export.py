@@ -33,7 +33,7 @@ from autokernel.compare import TOLERANCES
 from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
 from autokernel.records import Ledger
 from autokernel.source import KernelSource, read_kernel
-from autokernel.spec import DTYPES, Case, OpSpec
+from autokernel.spec import DTYPES, STAGES, Case, OpSpec
 from autokernel.targets import read_target
 
 BACKENDS = ("cuda", "rocm", "cpu")  # of a Triton build; cpu is Triton's interpreter: to rehearse without a GPU
@@ -113,7 +113,8 @@ def kept_targets() -> list[str]:
 def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
     """(the judge's best record of exactly this source or {}, why it does not count or "")."""
     places = [paths.workspace() / "last_run.json", *(paths.workspace() / "experiments").glob("*/record.json")]
-    mine, others = [], []
+    mine: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
     for place in places:
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(place.read_text())
@@ -339,7 +340,7 @@ def card(
     python = project.python_name
     layers = ""
     if source_of_layers := layers_source(project, spec):
-        head, _, code = ast.get_docstring(ast.parse(source_of_layers)).partition("\n\n")
+        head, _, code = (ast.get_docstring(ast.parse(source_of_layers)) or "").partition("\n\n")
         layers = f"\n## In transformers\n\n{head}\n\n```python\n{textwrap.dedent(code)}\n```\n"
     forced = f"\n> **Not accepted by the judge**: {refusal.partition(';')[0]}. Exported with `--force`.\n"
     return template(
@@ -384,8 +385,7 @@ def _measured(record: Mapping[str, Any], spec: OpSpec) -> str:
 def _verdict(source: KernelSource, record: Mapping[str, Any]) -> str:
     lines = {"kernel (sha256)": f"`{source.sha256}`", "verdict": record.get("outcome", "never judged")}
     if record:
-        stages = [f"{name.replace('_', ' ')} {record[name]}" for name in ("smoke_test", "shape_sweep",
-                  "numerical_stability", "determinism", "edge_cases") if record.get(name)]  # fmt: skip
+        stages = [f"{name.replace('_', ' ')} {record[name]}" for name in STAGES if record.get(name)]
         lines |= {"stages": "; ".join(stages), "judged on": record.get("gpu_name") or record.get("device"),
                   "harness (sha256)": f"`{record.get('harness_sha256')}`, {record.get('harness')}",
                   "date": record.get("started")}  # fmt: skip
@@ -522,7 +522,8 @@ def _run_tests(work: Path, folder: Path) -> str:
     """The project's own tests on one build, in a process of its own."""
     on_gpu, compiled = torch.cuda.is_available(), any(folder.glob("*.so"))
     interpreted = not on_gpu or folder.name == "torch-cpu"
-    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted and not compiled else {})}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpreted and not compiled else {}
     if interpreted and on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(next((work / "tests").glob("test_*.py"))), str(folder)]

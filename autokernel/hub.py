@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -58,7 +59,7 @@ def _send(project: Project, sent: dict[str, dict[str, Path]], private: bool) -> 
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api, branch = HfApi(), f"v{project.version}"
-    where = {"repo_id": project.repo_id, "repo_type": "kernel"}
+    where: dict[str, Any] = {"repo_id": project.repo_id, "repo_type": "kernel"}
     api.create_repo(**where, private=private or None, exist_ok=True)
     api.create_branch(**where, branch=branch, exist_ok=True)
     there = {f.path: f for f in api.list_repo_tree(**where, revision=branch, recursive=True) if hasattr(f, "blob_id")}

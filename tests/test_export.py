@@ -29,7 +29,7 @@ needs_nvcc = pytest.mark.skipif(not Path("/usr/local/cuda/bin/nvcc").exists() an
 
 def python(code: str, cwd: Path, interpret: bool = True, **environment) -> str:
     """Run code in a fresh process outside of the repository; its standard output."""
-    unwanted = ("DO_NOT_TRACK", "DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "PYTHONPATH")
+    unwanted = ("DO_NOT_TRACK", "DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY")  # kernels 0.17.2 breaks on them
     variables = {k: v for k, v in os.environ.items() if k not in unwanted}
     variables |= {"TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables |= {"HF_HOME": str(cwd / "hf"), **environment}
@@ -288,6 +288,17 @@ def test_binding_passes_every_kind_of_argument(tmp_path, unchecked, monkeypatch)
     variant = next((folder / "build").iterdir())
     (variant / "op.py").write_text((variant / "op.py").read_text().replace('DEVICES = ("cuda",)', 'DEVICES = ("cpu",)'))
     python(RUN_HOST_KERNEL, tmp_path, interpret=False)
+
+
+def test_without_nvcc_the_project_has_no_build(tmp_path, unchecked, monkeypatch):
+    def missing():
+        raise export_cuda.CudaCompilerMissing("nvcc not found")
+
+    monkeypatch.setattr(export_cuda, "find_nvcc", missing)
+    found = export(Project("my-rms", "u/my-rms", force=True), read_source(CUDA[6]), tmp_path / "my-rms")
+    assert found["variants"] == [] and "nvcc not found" in found["note"] and "kernel-builder" in found["note"]
+    with pytest.raises(ExportError, match="has no build to send"):
+        hub.upload(Project("my-rms", "u/my-rms"), tmp_path / "my-rms")
 
 
 @needs_nvcc
