@@ -137,7 +137,7 @@ def test_command_line(tmp_path):
     assert f"correctness:{' ' * 12}PASS" in run.stdout and record["correctness"] == record["outcome"] == "PASS"
     assert max(map(len, run.stdout.splitlines())) <= 100 and run.stderr == ""
     assert {p.name for p in home.iterdir()} <= {".cache"}
-    assert {p.name for p in (tmp_path / "workspace").iterdir()} == {"last_run.json", "runs"}
+    assert {p.name for p in (tmp_path / "workspace").iterdir()} == {"last_run.json", "runs", "runs.jsonl"}
     assert not any((tmp_path / "workspace" / "runs").iterdir())
     assert subprocess.run(status, cwd=ROOT, capture_output=True, text=True).stdout == before
     bad = subprocess.run([*command, "--sizes", "huge"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)

@@ -33,6 +33,8 @@ def python(code: str, cwd: Path, interpret: bool = True, **environment) -> str:
     variables = {k: v for k, v in os.environ.items() if k not in unwanted}
     variables |= {"TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     variables |= {"HF_HOME": str(cwd / "hf"), **environment}
+    # the Hub's loader goes by PyTorch's build, not by the machine: here it must take the CPU variant
+    code = f"import torch\ntorch.version.cuda = None\n{code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
