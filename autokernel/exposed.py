@@ -13,6 +13,14 @@ def outcome(function, args, kwargs):
         return Failure([error])
 
 
+def attempt(function, *args):
+    """Call a function; whether it raises is nobody's business here."""
+    try:
+        function(*args)
+    except Exception:  # noqa: BLE001
+        pass
+
+
 def prepare_interpreter() -> None:
     """Make Triton's interpreter do what hardware does, and autotuned kernels run in it.
 

@@ -48,6 +48,7 @@ from types import GeneratorType, ModuleType, SimpleNamespace
 DEVICES = ("CPU", "CUDA")
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_REQUEST = 1 << 24
+AHEAD = 2  # results of `outside` before those of its steps
 inspect_file = inspect.__file__
 LeftBehind = type("LeftBehind", (RuntimeError,), {})  # without functions: nothing leads from it to this module
 
@@ -141,7 +142,7 @@ def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
     self.device = torch.device(request["device"])
     self.on_gpu = self.device.type == "cuda"
     exposed = sibling("exposed")
-    self.outcome, self.Failure = exposed.outcome, exposed.Failure
+    self.outcome, self.attempt, self.Failure = exposed.outcome, exposed.attempt, exposed.Failure
     self.arena = open_arena(self, request["arena"], memory)
     if not self.on_gpu and importlib.util.find_spec("triton"):
         exposed.prepare_interpreter()
@@ -359,8 +360,8 @@ def outside(self, *steps):
     Finalisers of what earlier calls left come first, the steps of `watch` last. Raises LeftBehind, or the exception
     of the first step that raised one.
     """
-    yield map(self.invoke, (self.kept.clear, self.enable, *steps, *self.after()))
-    results, rest = self.box[2 : 2 + len(steps)], self.box[2 + len(steps) :]
+    yield map(self.invoke, (self.kept.clear, self.enable, *steps, *self.after()))  # AHEAD of the steps: two
+    results, rest = self.box[AHEAD : AHEAD + len(steps)], self.box[AHEAD + len(steps) :]
     del self.box[:]
     if left := self.left_behind(rest) + self.seen:
         raise LeftBehind(", ".join(left)[:300])
@@ -484,6 +485,7 @@ def call(self, request: dict):
     run = timed_gpu if self.on_gpu else timed_cpu
     out, reply = yield from run(self, bring, output, job, request)
     del job
+    reply["late"] = yield from late(self, out, output, request["poison"])
     reply["left"] = [f"another tensor in place of {k}" for k, v in before.items() if facts_of(inputs[k]) != v]
     if matches(self, out, output) and any(map(gt, holders(self, out), self.unheld)):
         yield from outside(self, self.collect)  # perhaps only a cycle of the kernel's own variables
@@ -497,24 +499,33 @@ def call(self, request: dict):
 def timed_gpu(self, bring, output, job, request):
     first, flushing, start, end, done = (partial(self.record, event, self.stream) for event in self.events)
     self.reset_peak()
-    flush = partial(self.sum, self.flush, 0, out=self.flushed)
-    ahead = first, partial(self.sleep, request["wait_cycles"]), bring, flushing, flush
-    *_, began, out, ended, _ = yield from outside(self, *ahead, start, self.clock, job, self.clock, end)
-    between = self.synchronize, done, self.synchronize, self.read_set_aside
-    late = yield from leave(self, out, output, request["poison"], *between)
+    wait, flush = partial(self.sleep, request["wait_cycles"]), partial(self.sum, self.flush, 0, out=self.flushed)
+    steps = [first, wait, bring, flushing, flush, start, self.clock, job, self.clock, end]
+    steps.append(hand_over(self, output, steps.index(job)))
+    results = yield from outside(self, *steps, self.synchronize, done, self.synchronize, self.read_set_aside)
+    began, out, ended = results[6:9]
+    del results
     if self.set_aside.value:
         raise LeftBehind("a part of L2 set aside, which no flush reaches")
     marks = dict(zip(("before_s", "flush_s", "device_s", "after_s"), pairwise(self.events), strict=True))
     times = {name: self.elapsed(*pair) / 1e3 for name, pair in marks.items()}
     peak = self.memory_stats()["allocated_bytes"]["all"]["peak"] - self.flush.numel() * 4
-    return out, times | {"host_s": ended - began, "late": late, "peak_bytes": peak}
+    return out, times | {"host_s": ended - began, "peak_bytes": peak}
 
 
 def timed_cpu(self, bring, output, job, request):
-    *_, began, out, ended = yield from outside(self, bring, self.clock, job, self.clock)
-    late = yield from leave(self, out, output, request["poison"])
+    steps = bring, self.clock, job, self.clock, hand_over(self, output, 2)
+    _, began, out, ended, _ = yield from outside(self, *steps)
     times = {"before_s": 0.0, "flush_s": 0.0, "device_s": ended - began, "after_s": 0.0, "host_s": ended - began}
-    return out, times | {"late": late, "peak_bytes": 0}
+    return out, times | {"peak_bytes": 0}
+
+
+def hand_over(self, output, at: int):
+    """A step that copies the result of another one, `at`, where the judge reads it, on the stream, at once.
+
+    A wrong result is left to the judge.
+    """
+    return partial(self.attempt, list, map(self.copy_, (output,), map(self.box.__getitem__, (at + AHEAD,))))
 
 
 def matches(self, out, output) -> bool:
@@ -522,18 +533,17 @@ def matches(self, out, output) -> bool:
     return same and out.device == output.device and out.layout == self.strided and str(self.keys(out)) in self.plain
 
 
-def leave(self, out, output, poison: int, *between):
-    """Copy the result where the judge reads it, on the stream, at once; a wrong one is left to the judge.
+def late(self, out, output, poison: int):
+    """Whether the result changed after it was handed over.
 
-    Returns whether it changed afterwards. Fills the output before with noise: so what torch.empty hands to the kernel
-    next never holds an earlier answer.
+    Fills the output before with noise: so what torch.empty hands to the kernel next never holds an earlier answer.
     """
     fits, old = matches(self, out, output), self.last.get("out")
-    steps = [partial(self.copy_, output, out)] * fits + [*between] + [partial(self.equal, out, output)] * fits
+    steps = [partial(self.equal, out, output)] * fits
     if type(old) is self.tensor_type and old.layout == self.strided and old.numel():
         steps.append(partial(self.fill_, old.untyped_storage(), poison))
     results = yield from outside(self, *steps)
-    if not fits or results[1 + len(between)]:
+    if not fits or results[0]:
         return False
     # NaNs are unequal to themselves: look again without
     finite = yield from outside(self, partial(self.finite, out), partial(self.finite, output))

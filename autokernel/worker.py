@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import secrets
 import select
 import signal
@@ -294,7 +295,10 @@ class Worker:
             how = f"killed by {signal.Signals(-code).name}"
         else:
             how = f"ended by itself with exit code {code}" if code != -signal.SIGKILL else f"gave no answer ({error})"
-        return WorkerFailure("CRASH", f"the kernel's process {how}", self._tail())
+        tail = self._tail()
+        # what it died of, as far as its own output says: an illegal access shows when the device is synchronised
+        said = next((line for line in reversed(tail.splitlines()) if re.match(r"[\w.]*(Error|Exception)\b", line)), "")
+        return WorkerFailure("CRASH", f"the kernel's process {how}" + f": {printable(said)}" * bool(said), tail)
 
     def _tail(self) -> str:
         """The end of what the child printed."""
