@@ -263,7 +263,7 @@ def side_by_side() -> Iterator[None]:
             fcntl.flock(file, kind)
             yield
 
-    stages, timed, lock = run.run_stages, run._Session._timed, run.gpu_lock
+    stages, timed, lock, ahead = run.run_stages, run._Session._timed, run.gpu_lock, run._Session._compile_ahead
 
     def shared_stages(*args, **kwargs):
         with held(fcntl.LOCK_SH):
@@ -274,10 +274,12 @@ def side_by_side() -> Iterator[None]:
             return timed(*args, **kwargs)
 
     run.run_stages, run._Session._timed, run.gpu_lock = shared_stages, timed_alone, contextlib.nullcontext
+    run._Session._compile_ahead = lambda *_: None  # six more children for each
     try:
         yield
     finally:
         run.run_stages, run._Session._timed, run.gpu_lock = stages, timed, lock
+        run._Session._compile_ahead = ahead
 
 
 __all__ = ["Result", "Specimen", "able", "close_baselines", "examine", "side_by_side", "specimens"]

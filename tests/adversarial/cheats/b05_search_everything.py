@@ -20,7 +20,7 @@ def way_in(*roots):
         seen.add(id(value))
         code = getattr(value, "__code__", None) if type(value) is types.FunctionType else None
         code = value.gi_code if type(value) is types.GeneratorType else code
-        if code is not None and code.co_filename.endswith("autokernel/runner.py"):
+        if code is not None and code.co_filename.endswith(("autokernel/runner.py", "autokernel/watch.py")):
             return value
         todo += gc.get_referents(value)
         todo += type.__subclasses__(value) if isinstance(value, type) else []

@@ -1,0 +1,169 @@
+"""What a kernel's process must be like between calls, and how it is noticed that it is not. Loaded by runner.py.
+
+Everything that is used while a kernel is here is looked up before, and is C where the kernel's code could be called.
+"""
+
+import builtins
+
+__builtins__ = dict(vars(builtins))  # as in runner.py
+
+# ruff: noqa: E402
+import _signal
+import _thread
+import contextlib
+import gc
+import inspect
+import json
+import operator
+import os
+import sys
+import time
+from functools import partial
+from itertools import repeat
+from sys import _getframe as getframe
+from types import SimpleNamespace
+
+inspect_file = inspect.__file__
+
+
+def settings_of(torch) -> dict:
+    """Process-wide settings of PyTorch by name, as functions in C: a change would reach the model around the kernel."""
+    c = torch._C
+    found = {
+        "a torch function mode": c._len_torch_function_stack,
+        "a torch dispatch mode": c._len_torch_dispatch_stack,
+        "torch.set_default_dtype": torch.get_default_dtype,
+        "torch.set_num_threads": torch.get_num_threads,
+        "torch.set_grad_enabled": torch.is_grad_enabled,
+        "torch.inference_mode": torch.is_inference_mode_enabled,
+        "torch.autocast": torch.is_autocast_enabled,
+        "torch.set_flush_denormal": partial(operator.mul, 5e-324, 1.0),
+        "torch.use_deterministic_algorithms": c._get_deterministic_algorithms,
+        "torch.backends.cudnn.benchmark": c._get_cudnn_benchmark,
+    }
+    for kind in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
+        if getter := getattr(c, f"_get_cublas_allow_{kind}", None):
+            found[f"torch.backends.cuda.matmul.allow_{kind}"] = getter
+    if precision := getattr(c, "_get_fp32_precision_getter", None):
+        for place in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")):
+            found[f"float32 precision of {' '.join(place)} (allow_tf32)"] = partial(precision, *place)
+    else:
+        found["allow_tf32"] = c._get_cublas_allow_tf32
+    return found
+
+
+def watch(torch, settings: dict):
+    """(steps in C that follow every call, a function that reads from their results what the call left behind).
+
+    The steps look up and take away what would run the kernel's code from ours: hooks, handlers, timers, callbacks.
+    Values that could be the kernel's own objects are compared by identity, which runs no code of theirs.
+    """
+    signals = [n for n in range(1, _signal.NSIG) if n not in (9, 19, 32, 33) and _signal.getsignal(n) is not None]
+    handlers, threads = [_signal.getsignal(n) for n in signals], _thread._count()
+    names, getters = list(settings), list(settings.values())
+    unset = {"none": "ieee"}  # a precision that was never set, and one that was put back
+    before = [unset.get(value, value) for value in (getter() for getter in getters)]
+    tools, events, listen = monitors()
+    clear = [partial(sys.setprofile, None), partial(sys.settrace, None), gc.callbacks.clear, gc.disable]
+    look = [partial(_signal.setitimer, 0, 0), _thread._count, partial(list, gc.callbacks), sys.getprofile, sys.gettrace]
+    set_handler, look = _signal.signal, [*look, *getters, *clear]
+    changed = changed_in({"torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage})
+
+    def after() -> list:
+        signalled = partial(list, map(set_handler, signals, handlers))
+        return [signalled, partial(list, map(listen, tools, events, repeat(None))), *look]
+
+    def left_behind(results: list) -> list[str]:
+        found_handlers, listeners, timer, running, callbacks, *hooks = results[:7]
+        values = [unset.get(value, value) for value in results[7 : 7 + len(names)]]
+        found = [name for name, value, old in zip(names, values, before, strict=True) if value != old]
+        found += ["a signal handler"] * any(a is not b for a, b in zip(found_handlers, handlers, strict=True))
+        found += ["an interval timer"] * (timer != (0.0, 0.0)) + ["a running thread"] * (running != threads)
+        found += ["a profile or trace hook"] * any(hook is not None for hook in (*hooks, *listeners))
+        found += ["a callback of the garbage collector"] * bool(len(callbacks))
+        return found + [f"another {name}" for name in changed()]
+
+    return after, left_behind
+
+
+def changed_in(owners: dict, new_too: bool = True):
+    """A function that names the members of modules and types that are not what they are now, or are new."""
+    seal = [(name, vars(owner), list(vars(owner).items())) for name, owner in owners.items()]
+    if not new_too:
+        seal = [(name, space, [(k, v) for k, v in members if callable(v)]) for name, space, members in seal]
+
+    def changed() -> list[str]:
+        found = []
+        for name, space, members in seal:
+            found += [f"{name}.{key}" for key, value in members if space.get(key) is not value]
+            if new_too and len(space) > len(members):
+                found += [f"{name}.{key}" for key in space.keys() - dict(members).keys()]
+        return found
+
+    return changed
+
+
+def monitors() -> tuple:
+    """Tools and events of sys.monitoring (Python 3.12) side by side, and the function that takes callbacks away."""
+    if not hasattr(sys, "monitoring"):
+        return (), (), None
+    listen, single = sys.monitoring.register_callback, lambda n: n and not n & (n - 1)
+    events = [n for n in vars(sys.monitoring.events).values() if isinstance(n, int) and single(n)]
+    pairs = []
+    for pair in ((tool, event) for tool in range(6) for event in events):
+        with contextlib.suppress(ValueError):  # some events have no callback of their own
+            listen(*pair, None)
+            pairs.append(pair)
+    return [tool for tool, _ in pairs], [event for _, event in pairs], listen
+
+
+def hide() -> list[str]:
+    """No list of the garbage collector shows what is here now, nor what will be here when it is asked for.
+
+    Returns a list that will name what kernel.py itself does to look further than its arguments.
+    """
+    freeze, append, seen, asking = gc.freeze, list.append, [], []
+    frames = {"sys._getframe": "sys._getframe", "object.__getattr__": "a traceback's frame"}
+
+    def guard(event, args):
+        if event == "sys.addaudithook":
+            append(seen, "an audit hook")
+            raise PermissionError  # so it is not added
+        if event == "gc.get_objects" or event == "gc.get_referrers":
+            freeze()
+        elif event not in frames or asking or (event == "object.__getattr__" and args[1] != "tb_frame"):
+            return
+        append(asking, True)  # getframe is an event too
+        caller = getframe(1)
+        asking.clear()
+        while caller is not None and caller.f_code.co_filename == inspect_file:
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename.endswith("/kernel.py") and len(seen) < 5:
+            append(seen, f"a look at other objects than its arguments ({frames.get(event, event)})")
+
+    gc.collect()
+    freeze()
+    sys.addaudithook(guard)
+    return seen
+
+
+def watched(torch) -> dict:
+    """What a careless or hostile kernel might replace, by name. torch._dynamo changes some functions of torch."""
+    checks = SimpleNamespace(equal=torch.equal, allclose=torch.allclose)
+    return {
+        "builtins": builtins, "time": time, "json": json, "os": os, "gc": gc, "sys": sys, "operator": operator,
+        "__main__": sys.modules["__main__"], "torch": checks, "torch.testing": torch.testing, "torch.cuda": torch.cuda,
+        "torch.cuda.Event": torch.cuda.Event, "torch.cuda.Stream": torch.cuda.Stream,
+    }  # fmt: skip
+
+
+def operators_of(dump):
+    """A function that says what implements the operators which move the judge's data here."""
+    names = ["copy_", "bitwise_xor.Scalar_out", "equal", "as_strided", "view", "narrow", "sum.IntList_out"]
+    names += ["fill_.Scalar", "nan_to_num"]
+    keys = ("CPU", "CUDA", "Composite", "Autograd", "ADInplaceOrView", "BackendSelect")
+
+    def operators() -> dict[str, list[str]]:
+        return {n: [line for line in dump(f"aten::{n}").splitlines() if line.startswith(keys)] for n in names}
+
+    return operators
