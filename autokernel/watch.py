@@ -123,15 +123,14 @@ def hide() -> list[str]:
     Returns a list that will name what kernel.py itself does to look further than its arguments.
     """
     freeze, append, seen, asking = gc.freeze, list.append, [], []
-    frames = {"sys._getframe": "sys._getframe", "object.__getattr__": "a traceback's frame"}
+    names = {
+        "gc.get_objects": "a look at all objects (gc.get_objects)", "sys.addaudithook": "an audit hook",
+        "gc.get_referrers": "a look at all objects (gc.get_referrers)", "sys._getframe": "a look at its callers",
+        "object.__getattr__": "a look at its callers",
+    }  # fmt: skip
 
     def guard(event, args):
-        if event == "sys.addaudithook":
-            append(seen, "an audit hook")
-            raise PermissionError  # so it is not added
-        if event == "gc.get_objects" or event == "gc.get_referrers":
-            freeze()
-        elif event not in frames or asking or (event == "object.__getattr__" and args[1] != "tb_frame"):
+        if event not in names or asking or (event == "object.__getattr__" and args[1] != "tb_frame"):
             return
         append(asking, True)  # getframe is an event too
         caller = getframe(1)
@@ -139,7 +138,11 @@ def hide() -> list[str]:
         while caller is not None and caller.f_code.co_filename == inspect_file:
             caller = caller.f_back
         if caller is not None and caller.f_code.co_filename.endswith("/kernel.py") and len(seen) < 5:
-            append(seen, f"a look at other objects than its arguments ({frames.get(event, event)})")
+            append(seen, names[event])
+        if event == "gc.get_objects" or event == "gc.get_referrers":
+            freeze()
+        elif event == "sys.addaudithook":
+            raise PermissionError  # so none is added, a library's neither
 
     gc.collect()
     freeze()
