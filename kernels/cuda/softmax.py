@@ -37,7 +37,6 @@ constexpr float LOWEST = -3.402823466e38f;          // below or equal to any fin
 constexpr int SHARED = -1;                          // instead of a number of registers, see Row
 
 // ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
-
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
 template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
 
@@ -96,16 +95,14 @@ template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const f
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
-        *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
-    } else {                                        // x is a view whose rows are aligned differently from out's
+    const bool whole = N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0);
+    if (whole) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
+    else                                            // x is a view whose rows are aligned differently from out's
         #pragma unroll
         for (int i = 0; i < N; i++) out[i] = packed.x[i];
-    }
 }
 
 // ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
-
 #if __CUDA_ARCH__ >= 900
 __device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
 __device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
@@ -121,19 +118,16 @@ template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
 #endif
 
 // ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
-
 // fp16 is counted in powers of 2: x * log2(e) - maximum is one instruction. bfloat16 reaches float32's largest value,
 // which times log2(e) would be infinite; float32 wants the accurate expf.
 constexpr float LOG2E = 1.4426950408889634f;
-template <typename T> constexpr bool BASE_2 = std::is_same_v<T, __half>;
-template <typename T> constexpr float SCALE = BASE_2<T> ? LOG2E : 1.f;
+template <typename T> constexpr float SCALE = std::is_same_v<T, __half> ? LOG2E : 1.f;
 
 // e^x, or 2^x if counted so. The half formats: one hardware exp2, whose 2^-22 is far below their rounding.
 template <typename T> __device__ float exponential(float x) {
     if constexpr (sizeof(T) == 4) return expf(x);
-    const float power = BASE_2<T> ? x : x * LOG2E;
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(power));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * (LOG2E / SCALE<T>)));
     return y;
 }
 
@@ -187,7 +181,6 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster, int tu
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
-
 template <typename T, int KEEP, bool ALIGNED>
 __device__ void normalise(const Row<T, KEEP, ALIGNED>& mine, T* out_row, int cluster, int turn) {
     MaxSum local;
@@ -283,7 +276,6 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, i64 n, i64 inner, 
 }
 
 // ---- launchers ------------------------------------------------------------------------------------------------------
-
 // With shared_bytes, clusters are at most as many as run at once, each for several rows; otherwise there are that many.
 template <typename... P, typename... A>
 int launch(void (*kernel)(P...), i64 clusters, dim3 threads, int cluster, int shared_bytes, cudaStream_t stream,
@@ -318,10 +310,9 @@ int rows(const T* x, T* out, i64 n_rows, i64 n_cols, i64 row_stride, cudaStream_
 
     int device = 0, limit = 0;
     cudaGetDevice(&device), cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    limit = min(limit, SHARED_KB * 1024);
     auto registers = [&] { return vectors <= i64(cluster) * threads * VECS; };
     auto slots = [&] { return (vectors + cluster * WIDE_THREADS - 1) / (cluster * WIDE_THREADS) * WIDE_THREADS; };
-    auto shared = [&] { return 2 * 16 * slots() <= limit; };
+    auto shared = [&] { return 2 * 16 * slots() <= min(limit, SHARED_KB * 1024); };
     while (cluster < CLUSTER_LIMIT && !registers() && !(shared() && n_rows * cluster >= FILL)) cluster *= 2;
     if (!registers() && shared())
         return launch(softmax_wide<T>, n_rows, WIDE_THREADS, cluster, 2 * 16 * slots(), stream,
