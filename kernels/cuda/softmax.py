@@ -83,8 +83,8 @@ template <typename T, int KEEP, bool ALIGNED> struct Row {
                 if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
         } else {
             for (Index v = me, slot = 0; v < n_vectors; v += threads, slot += blockDim.x) {
-                const T* in_memory = x + first + v * LANES<T>;
-                f(first + v * LANES<T>, load_vector(KEEP == SHARED ? reinterpret_cast<T*>(slots + slot) : in_memory));
+                const Index at = first + v * LANES<T>;
+                f(at, load_vector(KEEP == SHARED ? reinterpret_cast<const T*>(slots + slot) : x + at));
             }
         }
         if (!ALIGNED && me < edges) f(edge_column(), edge);
@@ -101,21 +101,6 @@ template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const f
         #pragma unroll
         for (int i = 0; i < N; i++) out[i] = packed.x[i];
 }
-
-// ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
-#if __CUDA_ARCH__ >= 900
-__device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
-__device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
-__device__ unsigned block_rank() { return __clusterRelativeBlockRank(); }
-template <typename V> __device__ V* in_block(V* p, unsigned rank) {
-    return static_cast<V*>(__cluster_map_shared_rank(p, rank));
-}
-#else
-__device__ void cluster_arrive(int) {}
-__device__ void cluster_wait(int) {}
-__device__ unsigned block_rank() { return 0; }
-template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
-#endif
 
 // ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
 // fp16 is counted in powers of 2: x * log2(e) - maximum is one instruction. bfloat16 reaches float32's largest value,
@@ -153,15 +138,35 @@ struct MaxSum {
     }
 };
 
-// Over the threads of one row within a warp; all of them get the result.
+// ---- reductions, in a fixed order: of a warp, a block, and a cluster, whose blocks run at once and can write to each
+// other's shared memory
 template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
     for (int offset = threads / 2; offset > 0; offset /= 2)
         a.merge<T>({__shfl_xor_sync(~0u, a.m, offset), __shfl_xor_sync(~0u, a.sum, offset)});
     return a;
 }
 
-// Over the threads of a row: part of a warp, a block, or the blocks of a cluster; in a fixed order. turn: 0 or 1 by
-// turns, where a block reduces one row after another: the last row's results may still be being read.
+#if __CUDA_ARCH__ >= 900
+__device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
+__device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
+// of_block: `pitch` partial results from each block. Thread i of those that hold the same one sends it to block i.
+template <typename T> __device__ MaxSum cluster_reduce(MaxSum a, MaxSum* of_block, int pitch, int i, int cluster) {
+    MaxSum* mine = of_block + __clusterRelativeBlockRank() * pitch;
+    if (i < cluster) *static_cast<MaxSum*>(__cluster_map_shared_rank(mine, i)) = a;
+    cluster_arrive(cluster);
+    cluster_wait(cluster);
+    a = of_block[0];
+    for (int block = 1; block < cluster; block++) a.merge<T>(of_block[block * pitch]);
+    return a;
+}
+#else
+__device__ void cluster_arrive(int) {}
+__device__ void cluster_wait(int) {}
+template <typename T> __device__ MaxSum cluster_reduce(MaxSum a, MaxSum*, int, int, int) { return a; }
+#endif
+
+// Over the threads of a row: part of a warp, a block, or a cluster. turn: 0 or 1 by turns, where a block reduces one
+// row after another: the last row's results may still be being read.
 template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster, int turn) {
     __shared__ MaxSum of_warp[2][32], of_block[2][8];
     a = warp_reduce<T>(a, min(blockDim.x, 32));
@@ -170,14 +175,7 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster, int tu
     if (lane == 0) of_warp[turn][threadIdx.x / 32] = a;
     __syncthreads();
     a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[turn][lane] : MaxSum(), 32);   // in every warp: one barrier
-    if (cluster > 1) {
-        if (threadIdx.x < cluster) *in_block(&of_block[turn][block_rank()], threadIdx.x) = a;
-        cluster_arrive(cluster);
-        cluster_wait(cluster);
-        a = of_block[turn][0];
-        for (int i = 1; i < cluster; i++) a.merge<T>(of_block[turn][i]);
-    }
-    return a;
+    return cluster > 1 ? cluster_reduce<T>(a, of_block[turn], 1, threadIdx.x, cluster) : a;
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -261,11 +259,7 @@ softmax_columns(const T* __restrict__ x, T* __restrict__ out, i64 n, i64 inner, 
     for (int w = 1; w < blockDim.y; w++) total.merge<T>(of_warp[w][threadIdx.x]);
     if (cluster > 1) {
         cluster_wait(cluster);
-        if (threadIdx.y < cluster) *in_block(&of_block[block_rank()][threadIdx.x], threadIdx.y) = total;
-        cluster_arrive(cluster);
-        cluster_wait(cluster);
-        total = of_block[0][threadIdx.x];
-        for (int i = 1; i < cluster; i++) total.merge<T>(of_block[i][threadIdx.x]);
+        total = cluster_reduce<T>(total, of_block[0] + threadIdx.x, 32, threadIdx.y, cluster);
     }
     const float scale = 1.f / total.sum;
     #pragma unroll 4
@@ -298,8 +292,7 @@ int launch(void (*kernel)(P...), i64 clusters, dim3 threads, int cluster, int sh
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-template <typename T>
-int rows(const T* x, T* out, i64 n_rows, i64 n_cols, i64 row_stride, cudaStream_t stream) {
+template <typename T> int rows(const T* x, T* out, i64 n_rows, i64 n_cols, i64 row_stride, cudaStream_t stream) {
     const i64 vectors = n_cols / LANES<T>;          // at most, in a row
     const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out);
     const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
