@@ -6,7 +6,8 @@ cat > /tmp/show.py <<'PY'
 import json,sys
 try: v=json.load(open(sys.argv[1]))
 except Exception as e: print(sys.argv[2:], 'no json', e, open(sys.argv[1].replace('.json','.err')).read()[-300:]); sys.exit()
-print(f"{sys.argv[2]:24s} rc={sys.argv[3]} wall={int(sys.argv[4])/1e3:.1f}s bench={v['bench_time_seconds']:.1f} {v['correctness']} {(v.get('reason') or '')[:260]} conf={v.get('confinement')} vendor={v.get('vendor_library')} regs={v.get('registers')} spill={v.get('spill_bytes')}")
+laps=' '.join(f'{k}={x:.1f}' for k,x in (v.get('laps') or {}).items())
+print(f"{sys.argv[2]:24s} rc={sys.argv[3]} wall={int(sys.argv[4])/1e3:.1f}s bench={v['bench_time_seconds']:.1f} {v['correctness']} {(v.get('reason') or '')[:260]} conf={v.get('confinement')} vendor={v.get('vendor_library')} regs={v.get('registers')} spill={v.get('spill_bytes')} {laps}")
 for r in v.get('sizes') or []:
     f=lambda k: f"{r[k]:.1f}" if r.get(k) is not None else 'na'
     w=r['wall_us']; d=w['candidate']-w['baseline']-(r['latency_us']-r['pytorch_latency_us'])
@@ -19,8 +20,10 @@ S_matmul=medium,large,xlarge S_softmax=large,vocab_50257,vocab_151936 S_layernor
 S_flash_attention=medium,large,xlarge S_fused_mlp=medium,large S_cross_entropy=medium,vocab_50257,large S_rotary_embedding=large,long S_reduce=large
 OPS="matmul softmax layernorm rmsnorm flash_attention fused_mlp cross_entropy rotary_embedding reduce"
 case $1 in
-cold) for k in $OPS; do v=S_$k; run $k t_$k --sizes ${!v}; done; for k in $OPS; do v=S_$k; run cuda/$k c_$k --sizes ${!v}; done ;;
-warm) for k in $OPS; do run $k w_$k --best kernels/$k.py; done; for k in softmax matmul; do run cuda/$k cw_$k --ncu; done
-  timeout 60 compute-sanitizer --tool memcheck python3 scratch/check_cuda_mem.py --memcheck > $OUT/memcheck.txt 2>&1; tail -4 $OUT/memcheck.txt ;;
+final)
+timeout 60 python3 scratch/tune_mem.py softmax > $OUT/tune_mem.txt 2>&1; grep -vE "^ {15}" $OUT/tune_mem.txt | tail -12 | cut -c1-120; grep -A3 -E "50257|151936" $OUT/tune_mem.txt | cut -c1-140
+timeout 75 python3 scratch/check_cuda_mem.py --only softmax,layernorm,rmsnorm,rotary_embedding > $OUT/check_cuda.txt 2>&1; tail -32 $OUT/check_cuda.txt | cut -c1-160
+for k in $OPS; do v=S_$k; run $k t_$k --sizes ${!v}; done
+for k in $OPS; do run $k w_$k --best kernels/$k.py; done ;;
 esac
 tar czf $OUT/$1.tgz -C $OUT r; rm -rf $OUT/r

@@ -25,15 +25,21 @@ def grid(**axes):
     return out
 
 
+def pipelined(*rows):
+    return [dict(zip(("PIPELINED_TILE", "PIPELINED_WARPS", "PIPELINED_BUFFERS"), r, strict=True)) for r in rows]
+
+
 def wide(*rows):
-    keys = ("WIDE_TILE", "WIDE_HELD", "WIDE_DEPTH", "WIDE_WARPS", "WIDE_REGISTERS")
-    return [dict(zip(keys, r, strict=True)) for r in rows]
+    keys = ("WIDE_TILE", "WIDE_HELD", "WIDE_WARPS", "WIDE_PROGRAMS", "WIDE_AHEAD", "WIDE_PERSISTENT")
+    return [dict(zip(keys, r, strict=True), PIPELINED_BUFFERS=0) for r in rows]
 
 
-# two programs an SM (16 warps, 64 registers), four (8 warps), or one that holds more of the row
-WIDE = wide((4096, 4, 1, 16, 64), (4096, 4, 2, 16, 64), (4096, 6, 2, 16, 64), (4096, 6, 0, 16, 64), (2048, 6, 1, 8, 64),
-            (8192, 2, 1, 16, 64), (8192, 7, 1, 16, 128), (4096, 12, 2, 16, 128), (8192, 6, 1, 32, 64),
-            (8192, 7, 1, 32, 64), (8192, 3, 2, 32, 64))
+PIPE = pipelined((8192, 32, 2), (8192, 16, 2), (4096, 16, 1), (2048, 8, 2))
+WIDE = wide((4096, 6, 16, 2, 0, 0), (8192, 2, 16, 2, 0, 0), (4096, 6, 16, 2, 0, 1), (4096, 6, 16, 2, 6, 0),
+            (4096, 6, 16, 2, 6, 1), (4096, 6, 16, 2, 13, 1), (8192, 2, 16, 2, 3, 1))
+WIDEST = wide((8192, 7, 32, 1, 0, 1), (8192, 7, 32, 1, 4, 1), (8192, 7, 32, 1, 8, 1), (8192, 7, 32, 1, 8, 0),
+              (8192, 6, 32, 1, 0, 0), (16384, 3, 32, 1, 0, 0), (16384, 2, 32, 1, 4, 1), (8192, 2, 16, 2, 0, 0),
+              (8192, 2, 16, 2, 2, 1), (8192, 7, 16, 1, 0, 0), (16384, 3, 16, 1, 3, 1))
 POLICIES = [("evict_first", ""), ("", ""), ("", "evict_first"), ("evict_first", "evict_first")]
 NORM = [dict(ELEMENTS_PER_THREAD=e, HOIST=True, LOAD_POLICY=a, STORE_POLICY=b) for e in (16, 32) for a, b in POLICIES]
 NORM += [dict(ELEMENTS_PER_THREAD=64, LOAD_POLICY="", STORE_POLICY=""), dict(ELEMENTS_PER_THREAD=8, LOAD_POLICY=""),
@@ -72,10 +78,12 @@ def softmax(x):
 
 CASES = [
     case("softmax", "4096x4096", lambda: (rn(4096, 4096),), softmax, [], 2.6),
-    case("softmax", "4096x50257", lambda: (rn(4096, 50257),), softmax, WIDE, 1.5),
-    case("softmax", "2048x151936", lambda: (rn(2048, 151936),), softmax, WIDE, 1.6),
-    case("softmax", "4096x32000", lambda: (rn(4096, 32000),), softmax, WIDE),
-    case("softmax", "4x131072", lambda: (rn(4, 131072),), softmax, WIDE),
+    case("softmax", "4096x50257", lambda: (rn(4096, 50257),), softmax, PIPE + WIDE, 1.5),
+    case("softmax", "2048x151936", lambda: (rn(2048, 151936),), softmax, WIDEST, 1.6),
+    case("softmax", "4096x32000", lambda: (rn(4096, 32000),), softmax, PIPE[:1] + WIDE[:3]),
+    case("softmax", "4x131072", lambda: (rn(4, 131072),), softmax, WIDEST[4:8]),
+    case("softmax", "4096x50257 bf16", lambda: (rn(4096, 50257, dtype=torch.bfloat16),), softmax, PIPE[:1] + WIDE[:2]),
+    case("softmax", "4096x20000 fp32", lambda: (rn(4096, 20000, dtype=torch.float32),), softmax, PIPE[:1] + WIDE[:2]),
     case("softmax", "16384x8192", lambda: (rn(16384, 8192),), softmax, []),
     case("softmax", "12288x197", lambda: (rn(12288 * 4, 197),), softmax, []),
     case("softmax", "64x512x512 dim1", lambda: (rn(64, 512, 512),), lambda x: F.softmax(x, 1), [], extra=(1,)),

@@ -1,4 +1,4 @@
-"""B13 the baseline slowed: every other child of the judge gets the lowest priority and one core."""
+"""B13 the baseline slowed: every other child of the judge gets the lowest priority."""
 
 import contextlib
 import os
@@ -15,7 +15,8 @@ VIA = "bench"
 def slow_down():
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"child.py" in (entry / "cmdline").read_bytes() and int(entry.name) != os.getpid():
+            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if parent == os.getppid() and int(entry.name) != os.getpid():  # other judges' children are left alone
                 os.setpriority(os.PRIO_PROCESS, int(entry.name), 19)
 
 
