@@ -84,10 +84,10 @@ template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const f
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
     if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
-        return;
+    } else {                                        // x is a view whose rows are aligned differently from out's
+        #pragma unroll
+        for (int i = 0; i < N; i++) out[i] = packed.x[i];
     }
-    #pragma unroll                                  // x is a view whose rows are aligned differently from out's
-    for (int i = 0; i < N; i++) out[i] = packed.x[i];
 }
 
 // N consecutive elements of a parameter vector; every row reads them, so they stay in L1.
