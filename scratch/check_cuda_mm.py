@@ -160,7 +160,8 @@ def timing_cases(op):
         return [(dt, s, b) for dt, s, b in (
             ("float16", (2048, 2048, 2048), "row"), ("float16", (4096, 4096, 4096), "row"), ("float16", (8192, 8192, 8192), "row"),
             ("float16", (4096, 4096, 4096), "linear"), ("bfloat16", (4096, 4096, 4096), "linear"), ("float16", (16, 4096, 4096), "linear"),
-            ("float16", (1024, 50257, 768), "linear"), ("float16", (2047, 2049, 2047), "row"), ("float32", (2048, 2048, 2048), "row"))]
+            ("float16", (2048, 2048, 2048), "row_bias"), ("float16", (4096, 4096, 4096), "row_bias"), ("float16", (4096, 3072, 768), "linear_bias"),
+            ("float16", (256, 256, 16384), "row_bias"), ("float16", (1024, 50257, 768), "linear"), ("float16", (2047, 2049, 2047), "row"), ("float32", (2048, 2048, 2048), "row"))]
     if op == "flash_attention":
         return [("float16", s, "") for s in ((2, 32, 32, 1024, 1024, 64, 1), (1, 32, 32, 2048, 2048, 128, 1), (1, 32, 32, 8192, 8192, 128, 1),
                 (1, 32, 32, 2048, 2048, 128, 0), (1, 16, 16, 2048, 2048, 256, 1), (1, 32, 8, 1, 4096, 128, 1))] + [("float32", (1, 8, 8, 1024, 1024, 64, 1), "")]
@@ -173,7 +174,10 @@ def timing_inputs(op, case, torch):
     rand = lambda *s: torch.randn(s, device="cuda", dtype=torch.float32).to(dt)  # noqa: E731
     if op == "matmul":
         M, N, K = case[1]
-        args = rand(M, K), (rand(N, K).t() if case[2] == "linear" else rand(K, N))
+        args = rand(M, K), (rand(N, K).t() if case[2].startswith("linear") else rand(K, N))
+        if case[2].endswith("bias"):
+            bias = rand(N)
+            return args, {"bias": bias}, lambda: torch.addmm(bias, *args), 2 * M * N * K
         return args, {}, lambda: args[0] @ args[1], 2 * M * N * K
     if op == "flash_attention":
         b, h, hk, lq, lk, d, causal = case[1]
