@@ -1,7 +1,7 @@
 """Softmax along any dimension, CUDA C++: one pass over memory, rows of any width.
 
 A row is read once, in 16-byte accesses, and stays on the chip between the reduction and the store: 2 bytes moved per
-fp16 element and direction, the least there is. A warp or less takes a narrow row and a block a row of up to 16,384 fp16
+fp16 element and direction, the least there is. A warp or less takes a narrow row and a block a row of up to 32,768 fp16
 values, in registers. Wider rows go through shared memory: a block, or a cluster of blocks that exchange their partial
 (max, sum), walks down the rows and copies the next one in while it works on this one, so that memory never idles. Only
 rows of which two do not fit the shared memory of a full cluster, beyond 450,000 fp16 values, are read twice.
@@ -20,7 +20,7 @@ BACKEND = "cuda"
 # VECS: 16-byte vectors that a thread holds in registers; MAX_THREADS: a block of such rows; WIDE_THREADS: a block of
 # wider rows; SHARED_KB: what their two rows, or parts of rows, may take; MAX_CLUSTER: blocks a row (1, 2, 4, 8); FILL:
 # rows are shared while there are fewer blocks.
-CONFIG = {"VECS": 4, "MAX_THREADS": 512, "WIDE_THREADS": 1024, "SHARED_KB": 226, "MAX_CLUSTER": 8, "FILL": 132}
+CONFIG = {"VECS": 8, "MAX_THREADS": 512, "WIDE_THREADS": 512, "SHARED_KB": 226, "MAX_CLUSTER": 8, "FILL": 132}
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 CUDA_SRC = r"""
@@ -76,7 +76,8 @@ template <typename T, int KEEP, bool ALIGNED> struct Row {
 
     __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
 
-    template <typename F> __device__ void visit(F f) const {     // f(column, Vec of 16 bytes or of 1 element)
+    // f(column, Vec of 16 bytes or of 1 element); WRITE: which f changes.
+    template <bool WRITE = false, typename F> __device__ void visit(F f) {
         if constexpr (KEEP > 0) {
             #pragma unroll
             for (int i = 0; i < KEEP; i++)
@@ -84,22 +85,21 @@ template <typename T, int KEEP, bool ALIGNED> struct Row {
         } else {
             for (Index v = me, slot = 0; v < n_vectors; v += threads, slot += blockDim.x) {
                 const Index at = first + v * LANES<T>;
-                f(at, load_vector(KEEP == SHARED ? reinterpret_cast<const T*>(slots + slot) : x + at));
+                auto here = load_vector(KEEP == SHARED ? reinterpret_cast<const T*>(slots + slot) : x + at);
+                f(at, here);
+                if constexpr (KEEP == SHARED && WRITE) reinterpret_cast<decltype(here)&>(slots[slot]) = here;
             }
         }
         if (!ALIGNED && me < edges) f(edge_column(), edge);
     }
 };
 
-template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
+template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    const bool whole = N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0);
-    if (whole) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
-    else                                            // x is a view whose rows are aligned differently from out's
-        #pragma unroll
-        for (int i = 0; i < N; i++) out[i] = packed.x[i];
+    asm("" : "+l"(out));        // opaque: or else a loop has a pointer, and a small store, for each part of the vector
+    *reinterpret_cast<Vec<T, N>*>(out) = packed;
 }
 
 // ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
@@ -179,18 +179,36 @@ template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster, int tu
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
+// A value that is kept gives way to its e^(x - this thread's maximum), so that it costs one exponential; rounded to T,
+// it is as exact as the result: it is rounded twice, or lost where the result would be.
 template <typename T, int KEEP, bool ALIGNED>
-__device__ void normalise(const Row<T, KEEP, ALIGNED>& mine, T* out_row, int cluster, int turn) {
+__device__ void normalise(Row<T, KEEP, ALIGNED>& mine, T* out_row, int cluster, int turn) {
     MaxSum local;
-    mine.visit([&](auto, const auto& v) { local.add<T>(v.x); });
+    if constexpr (KEEP == 0) {
+        mine.visit([&](auto, const auto& v) { local.add<T>(v.x); });
+    } else {
+        float top = LOWEST;
+        mine.visit([&](auto, const auto& v) { for (T e : v.x) top = fmaxf(top, static_cast<float>(e)); });
+        local.m = fmaxf(top * SCALE<T>, LOWEST);
+        mine.template visit<true>([&](auto, auto& v) {
+            for (T& e : v.x) {
+                const float power = exponential<T>(static_cast<float>(e) * SCALE<T> - local.m);
+                local.sum += power;
+                e = static_cast<T>(power);
+            }
+        });
+    }
     const MaxSum total = row_reduce<T>(local, cluster, turn);
-    const float scale = 1.f / total.sum;
+    const float factor = exponential<T>(local.m - total.m) / total.sum;
     mine.visit([&](auto column, const auto& v) {
         constexpr int N = sizeof(v.x) / sizeof(T);
         float y[N];
         #pragma unroll
-        for (int i = 0; i < N; i++) y[i] = exponential<T>(static_cast<float>(v.x[i]) * SCALE<T> - total.m) * scale;
-        store<ALIGNED>(out_row + column, y);
+        for (int i = 0; i < N; i++) {
+            const float value = static_cast<float>(v.x[i]);
+            y[i] = (KEEP == 0 ? exponential<T>(value * SCALE<T> - local.m) : value) * factor;
+        }
+        store(out_row + column, y);
     });
 }
 
@@ -200,7 +218,7 @@ softmax_rows(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_col
     const i64 last = n_rows - 1, at = i64(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
     const i64 row = at < last ? at : last;          // threads past the end repeat the last row: every warp is complete
     const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
+    Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
     cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
     normalise(mine, out + row * n_cols, cluster, 0);
 }
@@ -316,7 +334,8 @@ template <typename T> int rows(const T* x, T* out, i64 n_rows, i64 n_cols, i64 r
                   x, out, n_rows, n_cols, row_stride, cluster);
 }
 
-// x is (outer, n, inner), contiguous, or rows that are row_stride apart where inner is 1.
+// x is (outer, n, inner), contiguous, or rows that are row_stride apart where inner is 1; they lie within 16-byte
+// boundaries as out's rows do.
 template <typename T>
 int run(const void* x, void* out, i64 outer, i64 n, i64 inner, i64 row_stride, cudaStream_t stream) {
     const T* from = static_cast<const T*>(x);
@@ -353,5 +372,7 @@ def kernel_fn(x, dim=-1):
         x = x.reshape(outer, n)  # a view where one stride leads from row to row
     if inner > 1 or x.stride(1) != 1:
         x = x.contiguous()
+    elif (x.stride(0) - n) * x.element_size() % 16 or (x.data_ptr() - out.data_ptr()) % 16:
+        x = x.clone(memory_format=torch.contiguous_format)  # or its rows would straddle other 16-byte lines than out's
     compiled().softmax(x, out, DTYPES[x.dtype], outer, n, inner, x.stride(0))
     return out
