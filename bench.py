@@ -27,7 +27,7 @@ for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is n
         shutil.rmtree(compiled, ignore_errors=True)
 
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
-from autokernel.paths import repo_root, workspace  # noqa: E402
+from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
 from autokernel.process import launcher, wanted  # noqa: E402
 
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
     p.add_argument("--sizes", default="", metavar="NAMES", help="all, or names of the operator's sizes: medium,large")
     p.add_argument("--dtype", default="", choices=["", "fp16", "bf16", "fp32"], help="dtype of the timed sizes")
-    p.add_argument("--best", type=Path, help="the best kernel so far, timed in pairs with this one")
+    p.add_argument("--best", type=Path, help="timed in pairs with this one (default: the best kept so far)")
     p.add_argument("--quick", action="store_true", help="smoke test, determinism and timing only; never keepable")
     p.add_argument("--compile-baseline", action="store_true", help="compare with torch.compile max-autotune (cached)")
     p.add_argument("--profile", action="store_true", help="Chrome trace and a table of the candidate's kernels")
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    args.best = args.best or best_kernel(args.kernel)
     try:
         required(args.allow_dirty_harness)
     except HarnessChanged as error:

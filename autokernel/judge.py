@@ -179,7 +179,7 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
     if reply["late"]:
         return "output changed after the call had returned: work was left running"
     if left := strings(reply["left"]):
-        return f"kernel_fn left something behind: {', '.join(left)[:300]}"
+        return f"kernel.py does more than compute: {', '.join(left)[:300]}"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -37,6 +38,25 @@ def cache_dir() -> Path:
 def config_dir() -> Path:
     """The user's own settings: XDG_CONFIG_HOME/autokernel, else ~/.config/autokernel."""
     return _from_env("XDG_CONFIG_HOME", Path.home() / ".config") / "autokernel"
+
+
+def best_path(target: str, op: str) -> Path:
+    """Where the best kernel so far lies: beside its target, or for an operator without a model in workspace/best/."""
+    return workspace() / "targets" / target / "best.py" if target else workspace() / "best" / f"{op}.py"
+
+
+def best_kernel(kernel: Path) -> Path | None:
+    """What `orchestrate.py record` kept for the active target, or for the operator of `kernel`; None before that."""
+    active = workspace() / "active"
+    target = active.read_text().strip() if active.exists() else ""
+    path = best_path(target, operator_of(kernel.read_bytes() if kernel.is_file() else b""))
+    return path if path.is_file() else None
+
+
+def operator_of(source: bytes) -> str:
+    """KERNEL_TYPE of a kernel's text, also where that is no valid Python; "" without one."""
+    found = re.search(rb"^KERNEL_TYPE\s*=\s*[\"'](\w+)[\"']", source, re.MULTILINE)
+    return found[1].decode() if found else ""
 
 
 def fsync_dir(folder: Path) -> None:

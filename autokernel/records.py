@@ -56,7 +56,7 @@ class Row:
     correctness: str = ""                   # PASS, FAIL, TIMEOUT or CRASH
     peak_vram_mb: float | None = None
     description: str = ""
-    decision: str = ""                      # keep, revert, baseline, sweep, ...
+    decision: str = ""                      # baseline, keep, revert; skip, revisit, reset are no experiments
     reason: str = ""
     commit: str = ""
     run_id: str = ""                        # of the bench run; one run makes at most one row
@@ -83,7 +83,7 @@ class Row:
     harness: str = ""                       # hash of the judge's own files
     started: str = ""                       # ISO 8601, UTC
     bench_time_seconds: float | None = None
-    duration_s: float | None = None         # since the previous experiment on this target
+    duration_s: float | None = None         # since the end of the run's previous experiment
     cost: float | None = None               # what the agent's turn cost, where it says so
     chain: str = ""                         # given by the ledger
 
@@ -359,8 +359,12 @@ class RunRecord:
         """Write last_run.json: a reader sees the old record or this one, never a mixture."""
         path = path or paths.workspace() / "last_run.json"
         self._checked("record")
+        brief = {name: self.values.get(name) for name in ("run_id", "outcome", "source_sha256", "best_sha256", "target",
+                                                          "paired_gain_pct", "started")}  # fmt: skip
         with _clear_errors("cannot write", path):
             paths.atomic_write(path, _dump(self.values))
+            with open(path.with_name("runs.jsonl"), "a") as runs:   # all runs, so that a lucky one does not count alone
+                runs.write(json.dumps(_finite(brief)) + "\n")
         return path
 
     def row(self, **more: Any) -> Row:

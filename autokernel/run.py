@@ -92,6 +92,7 @@ def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = 
             best = read_kernel(options.best, source.kernel_type) if options.best else None
         except KernelError as error:
             raise UsageError(f"--best: {error}") from None
+        values["best_sha256"] = best.sha256 if best else None
         session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
         session.digest = harness.sha256
         with gpu_lock(device):
@@ -362,7 +363,8 @@ def keep_compiled_ratio(bench: Bench, case: Case, ratio: float) -> None:
 
 def _device_values(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
-        return {"device": "cuda", "gpu_name": torch.cuda.get_device_name(device), "torch": torch.__version__}
+        return {"device": "cuda", "gpu_name": torch.cuda.get_device_name(device), "torch": torch.__version__,
+                "gpu_memory_mb": torch.cuda.get_device_properties(device).total_memory / 2**20}  # fmt: skip
     label = "cpu (Triton's interpreter: timings are not a measurement)"
     return {"device": label, "gpu_name": None, "torch": torch.__version__}
 

@@ -94,7 +94,7 @@ class Worker:
         self.cache = cache
         self.cache.mkdir(parents=True, exist_ok=True)
         self.confinement = ""
-        self.shift = 0
+        self.shift = self.mask = 0
 
     @property
     def folder(self) -> Path:
@@ -139,12 +139,14 @@ class Worker:
             return torch.empty(self.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def stage(self, layout: Layout, private: torch.Tensor) -> None:
-        """Write the inputs, and noise over the output. The kernel will find them where they were the call before last:
+        """Write the inputs, masked, and noise over the output.
 
-        a model, too, brings other content at known addresses and known shapes at other addresses.
+        The kernel will find the inputs where they were the call before last: a model, too, brings other content at
+        known addresses, and known shapes at other addresses. The mask goes with the request.
         """
-        self.shift = SHIFT - self.shift
-        self.arena[: layout.input_bytes].copy_(private)
+        self.shift, self.mask = SHIFT - self.shift, random.SystemRandom().getrandbits(63)
+        staged = self.arena[: layout.input_bytes].view(torch.int64)
+        torch.bitwise_xor(private.view(torch.int64), self.mask, out=staged)
         self.arena[2 * layout.input_bytes + SHIFT : layout.total].random_(0, 256)
 
     def inputs_untouched(self, layout: Layout, private: torch.Tensor) -> bool:
@@ -197,7 +199,7 @@ class Worker:
 
     def replaced(self) -> list[str]:
         """Functions of Python, PyTorch or the runner that the kernel replaced."""
-        return strings(self.ask("inspect", 30).get("changed"))
+        return strings(self.ask("replaced", 30).get("changed"))
 
     def resources(self) -> dict[str, int | None]:
         """Registers, spilled bytes and shared memory of the compiled kernels, as far as the child knows."""
@@ -219,10 +221,11 @@ class Worker:
             output={**_described(layout.output), "start": 2 * layout.input_bytes + SHIFT},
             stage=0,
             work=work,
+            mask=self.mask,
             bytes=layout.input_bytes,
             scalars=dict(scalars),
             wait_cycles=int(wait_s * 2e9),  # about 2 GHz: longer on a slower clock, which does no harm
-            poison=random.SystemRandom().uniform(-100, 100),
+            poison=random.SystemRandom().randrange(1, 0x70),  # a byte; four or two of them are a small number
         )
 
     def _synchronize(self) -> None:
@@ -336,6 +339,8 @@ def _reported(error: Any) -> WorkerFailure:
     line = f" (kernel.py line {error['line']})" if isinstance(error.get("line"), int) else ""
     kind, text = printable(str(error.get("type")))[:100], str(error.get("message"))
     detail = str(error.get("traceback", ""))
+    if kind == "LeftBehind":
+        return WorkerFailure("FAIL", f"kernel.py does more than compute: {printable(text)}")
     if kind in COMPILE_ERRORS:  # a compiler's messages with their context say more than where it was called
         text, detail = _first_message(text), text[:3000]
     detail = "\n".join(map(printable, detail.splitlines()))
@@ -367,7 +372,7 @@ def printable(value: Any) -> Any:
 
 def malformed(reply: Mapping[str, Any]) -> str:
     """Why a reply to `call` has not the form that the child sends; "" if it has. It came from where the kernel ran."""
-    for name in ("before_s", "device_s", "after_s", "host_s"):
+    for name in ("before_s", "flush_s", "device_s", "after_s", "host_s"):
         value = reply.get(name)
         if type(value) not in (int, float) or not 0 <= value < 1e6 or (name == "device_s" and value == 0):
             return f"{name} = {str(value)[:40]}"

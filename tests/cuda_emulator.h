@@ -171,6 +171,7 @@ inline void __pipeline_wait_prior(size_t prior) {
 }
 template <typename V> V __ldg(const V* p) { return *p; }
 template <typename V> V __ldcs(const V* p) { return *p; }
+template <typename V> void __stwb(V* p, const V& v) { *p = v; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 template <typename A, typename B> auto min(A a, B b) { return b < a ? b : a; }

@@ -99,9 +99,10 @@ def child(request: dict, fds: list[int]) -> None:
     os.environ.update(request["env"])
     script, *_ = request["argv"]
     sys.argv = [script, *map(str, passed)]
-    code = 0
+    code = 1
     try:
         runpy.run_path(script, run_name="__main__")
+        code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     finally:

@@ -62,7 +62,7 @@ def test_a_kernel_cannot_write_lines_of_the_report():
 def test_malformed_times_are_refused(value):
     out = {"type": "torch.Tensor", "dtype": "float16", "layout": "torch.strided", "device": "cpu", "shape": [1],
            "attributes": [], "aliases_input": False, "aliases_previous": False, "requires_grad": False}  # fmt: skip
-    reply = {"before_s": 0.0, "device_s": 1e-3, "after_s": 0.0, "host_s": 1e-3, "late": False, "peak_bytes": 0,
+    reply = {"before_s": 0.0, "flush_s": 0.0, "device_s": 1e-3, "after_s": 0.0, "host_s": 1e-3, "late": False, "peak_bytes": 0,
              "left": [], "out": out}  # fmt: skip
     assert worker.malformed(reply) == ""
     assert worker.malformed(reply | {"device_s": value})

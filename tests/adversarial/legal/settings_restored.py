@@ -10,7 +10,7 @@ def kernel_fn(A, B, bias=None):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        out = torch.matmul(A, B)
+        out = torch.matmul(A.float(), B.float())
     finally:
         torch.set_float32_matmul_precision(before)
-    return out if bias is None else out + bias
+    return (out if bias is None else out + bias).to(A.dtype)

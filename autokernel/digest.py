@@ -1,0 +1,205 @@
+"""What orchestrate.py says: the plan, what is next, what was tried. Written for an agent that lost its memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from autokernel.night import CONTROLS, Night, Rules, Work
+from autokernel.paths import best_path, workspace
+from autokernel.records import Row
+from autokernel.tables import wrapped
+
+TRIED = 12  # experiments that `next` and the agent's brief repeat
+
+
+def aligned(rows: list[list[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """Columns of one width each; the last one is as long as it is."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    ways = ["<" if i in left else ">" for i in range(len(widths))]
+    return ["  ".join(f"{c:{way}{w}}" for c, way, w in zip(r, ways, widths, strict=True)).rstrip() for r in rows]
+
+
+def number(value: float | None, form: str = ".4g", unit: str = "") -> str:
+    return "n/a" if value is None else f"{value:{form}}{unit}"
+
+
+def pairs(**values: Any) -> list[str]:
+    width = max(map(len, values)) + 2
+    return [f"{name + ':':<{width}}{value}" for name, value in values.items() if value is not None]
+
+
+# ---- one line per target, one per experiment ------------------------------------------------------------------------
+
+
+def table(night: Night) -> list[list[str]]:
+    """One row a target, for the terminal and the report; speedup is over the quicker of PyTorch and torch.compile."""
+    rows = [["", "target", "share", "best", "us", "speedup", "roofline", "to gain", "kept", "tried", "hours", "state"]]
+    for work in (w for w in night.works if w in night.candidates or w.experiments):
+        reason = work.closed(night.rules)[0]
+        share = work.plan["share"] if work.plan else None
+        roof = work.pct_roofline or (work.plan or {}).get("pct_roofline")
+        rows.append([
+            "*" if work is night.current else "", work.name, number(share and 100 * share, ".1f", "%"),
+            f"#{work.best.experiment}" if work.best else "none", number(work.best.latency_us if work.best else None),
+            number(work.speedup, ".3g", "x"), number(roof, ".0f", "%"),
+            number(night.model_gain(work), ".1f", "%") if work.plan else "n/a",
+            str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}", reason or "open",
+        ])  # fmt: skip
+    return rows
+
+
+def targets(night: Night) -> list[str]:
+    return aligned(table(night), (0, 1, 11))
+
+
+def tried(row: Row) -> str:
+    """One experiment on one line: number, outcome, figures, what it was, why it went."""
+    if row.decision in CONTROLS:
+        return f"#{row.experiment} {row.decision}: {row.description or 'no reason given'}"
+    outcome = row.decision if row.correctness == "PASS" else row.correctness
+    gain = "" if row.paired_gain_pct is None else f" {row.paired_gain_pct:+.1f}%"
+    figures = "" if row.latency_us is None else f" {row.latency_us:.4g} us"
+    return f"#{row.experiment} {outcome}{gain}{figures}  {row.description or '(no description)'} | {row.reason}"
+
+
+def about(night: Night, work: Work) -> list[str]:
+    """The target, its best kernel and its headroom."""
+    plan, best = work.plan or {}, work.best
+    bound = (best.bottleneck if best else plan.get("bound")) or "unknown"
+    peak = best.pct_peak_measured or best.pct_peak if best else plan.get("pct_roofline")
+    what = "none: measure the starter first"
+    if best:
+        over = [number(s, ".3g", "x") for s in (best.speedup_vs_pytorch, best.speedup_vs_compile)]
+        what = f"experiment {best.experiment}, {number(best.latency_us)} us, {over[0]} PyTorch, {over[1]} torch.compile"
+    return pairs(
+        target=f"{work.name}  {plan.get('shape', '')} {plan.get('dtype', '')}".rstrip(),
+        where=f"{plan['where']}, {plan.get('calls') or '?'} calls a forward" if plan.get("where") else None,
+        share=f"{100 * plan['share']:.1f} % of the model's time, {number(plan.get('ms'))} ms" if plan else None,
+        best=what,
+        roofline=f"{number(peak, '.0f', ' %')} reached, bound: {bound}",
+        model_gain=f"{night.model_gain(work):.1f} % of today's model time lies above its roofline" if plan else None,
+        best_file=best_path(work.name if work.plan else "", work.op) if best else None,
+        spent=f"{len(work.experiments)} experiments, {work.wins} kept, {work.hours:.1f} h",
+    ) if best or plan else pairs(target=work.name, best=what)  # fmt: skip
+
+
+def ideas(work: Work, limit: int = TRIED) -> list[str]:
+    """What was tried on a target: everything kept, and the last of the others."""
+    rows = work.since_reset
+    shown = [r for r in rows if r.decision == "keep"][-limit:] + [r for r in rows if r.decision != "keep"][-limit:]
+    lines = [line for r in sorted(shown, key=lambda r: r.experiment or 0) for line in wrapped(tried(r), 6)]
+    more = len(rows) - len(shown)
+    return lines + ([f"... and {more} more: uv run orchestrate.py history --kernel {work.name}"] if more else [])
+
+
+# ---- the commands ---------------------------------------------------------------------------------------------------
+
+
+def plan(night: Night) -> str:
+    lines = []
+    if night.plan:
+        p = night.plan
+        lines += [f"{p.get('model')} {p.get('inputs')} {p.get('dtype')}: {number(p.get('total_ms'))} ms a forward", ""]
+    lines += targets(night)
+    if night.plan:
+        what_if = night.plan.get("model_speedup_if") or {}
+        estimate = ", ".join(f"{v:.2f}x if each target gets {k} faster" for k, v in what_if.items())
+        lines += ["", *wrapped(f"The model by Amdahl's law (an estimate; verify.py measures): {estimate}.")]
+    else:
+        lines += ["", *wrapped("No model is planned: the operator of kernel.py is worked on by itself. To begin from a "
+                               "model: uv run profile.py, then uv run extract.py")]  # fmt: skip
+    rules = ", ".join(f"{f.name} {getattr(night.rules, f.name):g}" for f in fields(Rules))
+    return "\n".join([*lines, "", *wrapped(f"rules: {rules}")])
+
+
+def next_up(verb: str, work: Work | None, why: str, night: Night, remarks: list[str]) -> str:
+    lines = wrapped(f"{verb}{' ' + work.name if work else ''}: {why}")
+    lines += [f"note: {r}" for r in remarks]
+    if work is None:
+        return "\n".join([*lines, "next: uv run orchestrate.py report, then uv run verify.py"])
+    lines += ["", *about(night, work), ""]
+    if work.since_reset:
+        lines += ["tried:", *ideas(work), ""]
+    begin = "edit kernel.py, " if work.best else ""
+    return "\n".join([*lines, f"next: {begin}uv run bench.py, then uv run orchestrate.py record -m 'what was tried'"])
+
+
+def recorded(row: Row, night: Night, remarks: list[str]) -> str:
+    work = next(w for w in night.works if any(r.experiment == row.experiment for r in w.rows))
+    best, state = work.best, "kept: kernel.py is the best kernel now"
+    if row.decision == "revert":
+        state = f"kernel.py is experiment {best.experiment}'s again" if best else "no best yet, kernel.py stays"
+        state += f"; the attempt lies in {workspace() / 'experiments' / str(row.experiment)}"
+    verb, target, why = night.choose()
+    again = "edit kernel.py, uv run bench.py, uv run orchestrate.py record -m 'what was tried'"
+    return "\n".join([
+        *pairs(
+            experiment=row.experiment, decision=row.decision.upper(), outcome=row.correctness, reason=row.reason,
+            latency_us=number(row.latency_us), speedup_vs_pytorch=number(row.speedup_vs_pytorch),
+            commit=row.commit or None, state=state,
+            best=f"experiment {best.experiment}, {number(best.latency_us)} us" if best else "none",
+        ),
+        *[f"note: {r}" for r in remarks],
+        f"next: {again}" if verb == "CONTINUE" else f"next: uv run orchestrate.py next   ({verb}: {why})",
+    ])  # fmt: skip
+
+
+def status(night: Night) -> str:
+    rows = night.experiments
+    kept, failed = sum(r.decision == "keep" for r in rows), sum(r.correctness != "PASS" for r in rows)
+    spent = sum(r.duration_s or 0 for r in rows) / 3600
+    beat = workspace() / "heartbeat.json"
+    return "\n".join([
+        *pairs(
+            run=f"autokernel/{night.tag}", experiments=f"{len(rows)}: {kept} kept, {failed} failed, {spent:.1f} h",
+            current=night.current.name if night.current else "none",
+            driver=_beat(json.loads(beat.read_text())) if beat.exists() else None,
+        ),
+        "", *targets(night), "", "next: uv run orchestrate.py next",
+    ])  # fmt: skip
+
+
+def _beat(v: dict[str, Any]) -> str:
+    return f"{v['state']}, session {v['session']}, {v['experiments']} experiments in this run, at {v['time']}"
+
+
+def history(night: Night, name: str | None = None, failed: bool = False) -> str:
+    """The digest: per target its best and everything tried."""
+    lines = [f"run autokernel/{night.tag}: {len(night.experiments)} experiments"]
+    for work in ([night.find(name)] if name else night.works):
+        rows = [r for r in work.rows if not failed or r.correctness not in ("PASS", "")]
+        if rows:
+            best = work.best
+            head = f"best is experiment {best.experiment}" if best else "no best yet"
+            lines += ["", f"{work.name}: {head}, {number(work.speedup, '.3g', 'x')}"]
+            lines += [line for r in rows for line in wrapped("  " + tried(r), 8)]
+    return "\n".join(lines)
+
+
+def as_json(night: Night, name: str | None = None, failed: bool = False) -> list[dict[str, Any]]:
+    rows = night.find(name).rows if name else night.rows
+    return [{k: v for k, v in vars(r).items() if v not in (None, "")} for r in rows
+            if not failed or r.correctness not in ("PASS", "")]  # fmt: skip
+
+
+def brief(night: Night, pending: bool) -> str:
+    """What a freshly started agent is told: who it is, the loop, the state."""
+    verb, work, why = night.choose()
+    lines = [
+        "You optimise GPU kernels in this repository, alone and unattended. Read program.md first: it holds the loop, "
+        "the rules and the playbook. Edit kernel.py only. Do not ask and do not wait for anybody: go on until "
+        "`uv run orchestrate.py next` answers DONE.",
+        "",
+        "The loop: uv run orchestrate.py next; then again and again: edit kernel.py, uv run bench.py, "
+        "uv run orchestrate.py record -m 'one line: what was tried'.",
+        "",
+        *(["The last measurement has no row yet: begin with uv run orchestrate.py record -m '...'.", ""] * pending),
+        f"Now: {verb}{' ' + work.name if work else ''}: {why}",
+        "",
+        *targets(night),
+    ]
+    if work:
+        lines += ["", *about(night, work), *(["", "tried on it:", *ideas(work)] if work.rows else [])]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,540 @@
+"""From a kernel file to a complete Hugging Face `kernels` project: sources, tests, card and builds that load.
+
+`export` makes it whole in a temporary folder, validates it (the loader's own checks, a load in a fresh process, values
+against the formula) and only then moves it into place. What the project says was measured comes from the judge's record
+of exactly these bytes; a kernel without one is refused. `autokernel.hub` uploads.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+
+from autokernel import ops, paths
+from autokernel.compare import TOLERANCES
+from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.records import Ledger
+from autokernel.source import KernelSource, read_kernel
+from autokernel.spec import DTYPES, Case, OpSpec
+from autokernel.targets import read_target
+
+BACKENDS = ("cuda", "rocm", "cpu")  # of a Triton build; cpu is Triton's interpreter: to rehearse without a GPU
+KEPT = ("keep", "baseline")  # decisions that make an experiment the best so far
+LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
+ANNOTATIONS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "float | None"}
+MAX_ELEMENTS = {False: 1 << 15, True: 1 << 22}  # of a test case: in Triton's interpreter, on a GPU
+VALIDATION_SECONDS = 900
+# the software licences among the ids that the Hub knows (huggingface.co/docs/hub/repositories-licenses)
+LICENSES = (
+    "afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 cc0-1.0 "
+    "cc-by-4.0 cc-by-sa-4.0 cc-by-nc-4.0 cc-by-nc-sa-4.0 ecl-2.0 epl-1.0 epl-2.0 eupl-1.1 eupl-1.2 gpl gpl-2.0 gpl-3.0 "
+    "isc lgpl lgpl-2.1 lgpl-3.0 lppl-1.3c mit mpl-2.0 ms-pl ncsa osl-3.0 postgresql unlicense wtfpl zlib unknown other"
+).split()
+
+
+class ExportError(ValueError):
+    """What cannot be exported, in one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Project:
+    """What the user chose. Raises ExportError for what the loader or the Hub would refuse."""
+
+    name: str
+    repo_id: str = ""
+    version: int = 1
+    license: str = "mit"
+    backends: tuple[str, ...] = ("cuda",)
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", self.name) or len(self.name) > 80 or "--" in self.name:
+            suggestion = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-0123456789")[:80]
+            suggestion = suggestion if len(suggestion) > 1 else "my-kernel"
+            raise ExportError(f"--name {self.name!r}: small letters, digits, single dashes, a letter first, "
+                              f"at most 80; for example: --name {suggestion}")
+        if self.repo_id and not re.fullmatch(r"[\w.-]+/[A-Za-z0-9][\w.-]{0,95}", self.repo_id):
+            raise ExportError(f"--repo-id {self.repo_id!r}: USER/NAME is wanted, for example: user/{self.name}")
+        if self.version < 1:
+            raise ExportError(f"--version {self.version}: versions count from 1")
+        if self.license not in LICENSES:
+            raise ExportError(f"--license {self.license!r} is none that the Hub knows; one of: {', '.join(LICENSES)}")
+        if unknown := [b for b in self.backends if b not in BACKENDS]:
+            raise ExportError(f"--backends {unknown[0]!r}: one or more of {','.join(BACKENDS)}")
+
+    @property
+    def python_name(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def shown_repo(self) -> str:
+        return self.repo_id or f"USER/{self.name}"
+
+
+# ---- which kernel, and what the judge said of it --------------------------------------------------------------------
+
+
+def kept_kernel(target: str) -> Path:
+    """The source of a target's best kernel so far. Raises ExportError with the targets that have one."""
+    ledger = Ledger()
+    kept = {row.target: row for row in ledger.rows() if row.decision in KEPT and row.correctness == "PASS"}
+    if target not in kept:
+        known = ", ".join(sorted(filter(None, kept))) or "none"
+        raise ExportError(f"--target {target!r} has no kept kernel; targets with one: {known}")
+    return ledger.attempt(kept[target].experiment or 0) / "kernel.py"
+
+
+def kept_targets() -> list[str]:
+    """Targets with a kept kernel, in order of rank. Raises ExportError when there is none."""
+    names = {row.target for row in Ledger().rows() if row.decision in KEPT and row.target}
+    if not names:
+        raise ExportError("--all: no target has a kept kernel; make one with: uv run orchestrate.py run")
+    return sorted(names, key=lambda name: (int(head) if (head := name.partition("_")[0]).isdigit() else 0, name))
+
+
+def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
+    """(the judge's best record of exactly this source or {}, why it does not count or "")."""
+    places = [paths.workspace() / "last_run.json", *(paths.workspace() / "experiments").glob("*/record.json")]
+    mine, others = [], []
+    for place in places:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            record = json.loads(place.read_text())
+            (mine if record["source_sha256"] == source.sha256 else others).append(record)
+    mine.sort(key=lambda r: (not _objection(r), r.get("device") == "cuda", len(r.get("sizes") or ()), r["started"]))
+    judge = f"judge it with: uv run bench.py --kernel {source.path}"
+    if mine:
+        objection = _objection(mine[-1])
+        return mine[-1], f"{objection}; {judge}" if objection else ""
+    passed = [r for r in others if r.get("kernel_type") == source.kernel_type and not _objection(r)]
+    if passed:
+        last = max(passed, key=lambda r: r["started"])
+        return {}, f"it differs from the one that passed (sha256 {last['source_sha256'][:12]}); {judge}"
+    return {}, f"it was never judged; {judge}"
+
+
+def _objection(record: Mapping[str, Any]) -> str:
+    if record.get("outcome") != "PASS":
+        return f"its verdict is {record.get('outcome')}: {record.get('reason')}"
+    if record.get("quick"):
+        return "it was judged with --quick only"
+    return "the judge's own files had been changed" if record.get("harness") == "dirty" else ""
+
+
+# ---- the project's files ---------------------------------------------------------------------------------------------
+
+
+def template(file: str, **values: Any) -> str:
+    text = (Path(__file__).parent / "export_templates" / file).read_text()
+    return Template(text).substitute(values) if file.endswith(".in") else text
+
+
+def narrowed(spec: OpSpec, accepted: tuple[str, ...]) -> OpSpec:
+    """The operator with only those optional parameters that the kernel takes: the others were never judged."""
+    args = {n: a for n, a in spec.args.items() if not a.optional or n in accepted}
+    return replace(spec, args=args, scalars={n: v for n, v in spec.scalars.items() if n in accepted})
+
+
+def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSource | None) -> dict[str, str]:
+    """The Python package, without the parts that differ from build to build: file name -> text."""
+    first = next(iter(spec.args))
+    tensors = {n: "Tensor | None" if a.optional else "Tensor" for n, a in spec.args.items()}
+    kinds = {**tensors, **{n: ANNOTATIONS[type(v)] for n, v in spec.scalars.items()}}
+    defaults = {n: "" if d is ... else f" = {d!r}" for n, d in spec.parameters.items()}
+    layers = layers_source(project, spec)
+    values = dict(
+        op=spec.name, first=first, reference=spec.reference.__name__, schema=spec.schema().replace('"', '\\"'),
+        names=", ".join(spec.parameters), tensors=", ".join(spec.args),
+        keywords=", ".join(f"{n}={n}" for n in spec.parameters),
+        signature=", ".join(f"{n}: {kinds[n]}{d}" for n, d in defaults.items()),
+        parameters=", ".join(n + d.replace(" ", "") for n, d in defaults.items()),
+        axes=repr({n: a.axes for n, a in spec.args.items()}),
+        dtypes=f"({', '.join(str(DTYPES[d]) for d in spec.dtypes)},)", dtype_names=_dtype_names(spec),
+        fixed="{" + ", ".join(f'"{n}": torch.{a.dtype}' for n, a in spec.args.items() if a.dtype != "float") + "}",
+        devices='("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)' if cuda is None
+        else '("cuda",)',
+        doc=_doc(spec), out_shape=_out_shape(spec), check_dim=_check_dim(spec, first),
+        out_dtype="" if spec.out_dtype == "float" else f", dtype=torch.{spec.out_dtype}",
+    )  # fmt: skip
+    files = {
+        "__init__.py": template(
+            "init.py.in", op=spec.name, summary=_doc(spec).splitlines()[0], call=_call(spec),
+            language=LANGUAGES[source.backend], import_layers="from . import layers\n" * bool(layers),
+            all=f'"{spec.name}"' + ', "layers"' * bool(layers),
+        ),
+        "op.py": template("op.py.in", **values),
+        "kernel.py": cuda.python if cuda else source.data.decode(),
+        "reference.py": reference_source(spec),
+    }  # fmt: skip
+    if cuda:
+        files["op.py"] = files["op.py"].replace("import os\n", "", 1)
+        files["_cuda.py"] = template("cuda.py.in", defines=repr(cuda.defines))
+    return files | ({"layers.py": layers} if layers else {})
+
+
+def layers_source(project: Project, spec: OpSpec) -> str:
+    """What transformers can take of the operator, or ""; its docstring holds code for the card."""
+    name = f"layers/{spec.name}.py.in"
+    there = (Path(__file__).parent / "export_templates" / name).exists()
+    return template(name, repo_id=project.shown_repo, version=project.version) if there else ""
+
+
+def _dtype_names(spec: OpSpec) -> str:
+    return ", ".join(str(DTYPES[d]).removeprefix("torch.") for d in spec.dtypes)
+
+
+def _doc(spec: OpSpec) -> str:
+    return textwrap.dedent("    " + (spec.reference.__doc__ or spec.name)).strip().replace("\n", "\n    ")
+
+
+def _call(spec: OpSpec) -> str:
+    shown = [n if d is ... else f"{n}={d!r}" for n, d in spec.parameters.items()]
+    return f"{spec.name}({', '.join(shown)})"
+
+
+def _out_shape(spec: OpSpec) -> str:
+    if callable(spec.out):  # a rule that axes do not express: ask the formula
+        return f"reference({', '.join(spec.parameters)}).shape"
+    parts = []
+    for axis in spec.out:
+        name, _, part = axis.lstrip("*").partition("/")
+        parts.append("*" * (axis[0] == "*") + f'sizes["{name}"]' + f" // {part}" * bool(part))
+    return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+
+
+def _check_dim(spec: OpSpec, first: str) -> str:
+    """A dimension out of range is not every kernel's business."""
+    if "dim" not in spec.scalars:
+        return ""
+    return (f"    if not -{first}.dim() <= dim < max({first}.dim(), 1):\n"
+            f'        raise ValueError(f"{spec.name}: dim is {{dim}}, {first} has {{{first}.dim()}} dimensions")\n')
+
+
+def reference_source(spec: OpSpec) -> str:
+    """The formula that the kernel was judged by, with what its module defines for it."""
+    text = inspect.getsource(inspect.getmodule(spec.reference))
+    wanted, kept = {spec.reference.__name__}, []
+    for node in reversed(ast.parse(text).body):  # what a name needs is defined before it
+        names = {getattr(t, "id", None) for t in getattr(node, "targets", ())} | {getattr(node, "name", None)}
+        names |= {(a.asname or a.name).partition(".")[0] for a in getattr(node, "names", ())}
+        if names & wanted:
+            wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+            kept.append(ast.get_source_segment(text, node))
+    return "\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""', *reversed(kept)]) + "\n"
+
+
+def test_cases(spec: OpSpec, accepted: tuple[str, ...], on_gpu: bool) -> list[str]:
+    """Odd sizes, views and options with ordinary content, as lines of the test file: the first in every dtype."""
+    groups: dict[str, list[Case]] = {}
+    for case in spec.cases(on_gpu, set(accepted), random.Random(0)):
+        elements = sum(t.span for t in spec.tensors(case).values()) + spec.output(case).span
+        small = elements <= MAX_ELEMENTS[on_gpu] and spec.flops(case.size, spec.scalars) <= 64 * MAX_ELEMENTS[on_gpu]
+        if small and case.stage in ("shape_sweep", "edge_cases"):
+            groups.setdefault(case.label.replace(case.dtype, "", 1), []).append(case)
+    chosen = [group if i == 0 else [group[i % len(group)]] for i, group in enumerate(groups.values())]
+    return [_case_line(spec, case) for group in chosen for case in group]
+
+
+def _draws(spec: OpSpec, case: Case) -> str:
+    parts = []
+    for name, tensor in spec.tensors(case).items():
+        arg = spec.args[name]
+        scale = arg.scale(case.size) if callable(arg.scale) else arg.scale
+        scale = case.size[arg.below] if arg.draw == "index" else round(scale, 6)
+        parts.append(f'"{name}": ({tensor.shape}, {tensor.strides}, {tensor.offset}, "{arg.draw}", {scale})')
+    return "{" + ", ".join(parts) + "}"
+
+
+def _case_line(spec: OpSpec, case: Case) -> str:
+    dtype = DTYPES[case.dtype]
+    out = torch.float32 if spec.out_dtype == "float32" else dtype
+    grown = max(1.0, (spec.depth(case.size) / 512) ** 0.5) if out == torch.float32 else 1.0
+    tolerance = 2 * TOLERANCES[out] * spec.tolerance * grown  # the judge's, with room for content it did not draw
+    return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{str(dtype).removeprefix("torch.")}", {tolerance:.1e}),'
+
+
+def project_files(
+    project: Project, source: KernelSource, cuda: CudaSource | None, record: Mapping[str, Any], refusal: str,
+    variants: list[str],
+) -> dict[str, str]:  # fmt: skip
+    """All files of the project but the builds."""
+    spec = narrowed(ops.get(source.kernel_type), source.parameters)
+    python, timed = project.python_name, [plain_case(spec, spec.shapes, name) for name in spec.timed]
+    common = dict(
+        name=project.name, op=spec.name, repo_id=project.shown_repo, version=project.version,
+        draw=template("draw.py.in"), reference=spec.reference.__name__,
+    )  # fmt: skip
+    files = {f"torch-ext/{python}/{n}": text for n, text in package(project, source, spec, cuda).items()}
+    files |= {
+        "build.toml": build_toml(project, source, cuda),
+        "flake.nix": template("flake.nix"),
+        "CARD.md": card(project, source, spec, record, refusal, variants),
+        f"tests/test_{python}.py": template(
+            "test.py.in", **common, test_file=f"test_{python}.py", first=next(iter(spec.args)),
+            last=[n for n, a in spec.args.items() if not a.optional][-1],
+            needs="" if cuda is None else "A CUDA build is loaded there, not run.",
+            interpretable='os.environ.get("TRITON_INTERPRET") == "1"' if cuda is None else "False",
+            cases="\n".join(test_cases(spec, source.parameters, False)),
+            gpu_cases="\n".join(f"    {line}" for line in test_cases(spec, source.parameters, True)),
+        ),
+        "benchmarks/benchmark.py": template(
+            "benchmark.py.in", **common, baseline=spec.baseline_name,
+            sizes="\n".join(f'    "{case.name}": {_draws(spec, case)},' for case in timed),
+        ),
+    }  # fmt: skip
+    if cuda:
+        files |= {cuda_path(project): cuda.text, "torch-ext/torch_binding.cpp": cuda.binding}
+    return files
+
+
+def plain_case(spec: OpSpec, shapes: Mapping[str, Any], name: str) -> Case:
+    """A named size without optional tensors."""
+    return Case(name, "", shapes[name], "fp16", omit=tuple(n for n, a in spec.args.items() if a.optional))
+
+
+def cuda_path(project: Project) -> str:
+    return f"{project.python_name}_cuda/{project.python_name}.cu"
+
+
+def build_toml(project: Project, source: KernelSource, cuda: CudaSource | None) -> str:
+    """build.toml, edition 5: what kernel-builder makes the remaining variants from."""
+    backends = ["cuda"] if cuda else list(project.backends)
+    lines = ["[general]", f'name = "{project.name}"', f"version = {project.version}", "edition = 5",
+             f'license = "{project.license}"', f"backends = {json.dumps(backends)}"]  # fmt: skip
+    if project.repo_id:
+        lines += ["", "[general.hub]", f'repo-id = "{project.repo_id}"']
+    if cuda is None:
+        return "\n".join([*lines, "", "[torch-noarch]", ""])
+    lines += ["", "[torch]", 'src = ["torch-ext/torch_binding.cpp"]', "", "[torch.stable-abi]", 'cuda = "2.11"']
+    lines += ["", f"[kernel.{project.python_name}]", 'backend = "cuda"', 'depends = ["torch"]',
+              f'src = ["{cuda_path(project)}"]', f'cuda-capabilities = ["{cuda.capability}"]',
+              f"cuda-flags = {json.dumps(cuda.flags)}", ""]  # fmt: skip
+    return "\n".join(lines)
+
+
+# ---- the card ----------------------------------------------------------------------------------------------------
+
+
+def card(
+    project: Project, source: KernelSource, spec: OpSpec, record: Mapping[str, Any], refusal: str, variants: list[str]
+) -> str:
+    """CARD.md: how to use it, what was measured, by whom, and what it does not do."""
+    python = project.python_name
+    layers = ""
+    if source_of_layers := layers_source(project, spec):
+        head, _, code = ast.get_docstring(ast.parse(source_of_layers)).partition("\n\n")
+        layers = f"\n## In transformers\n\n{head}\n\n```python\n{textwrap.dedent(code)}\n```\n"
+    forced = f"\n> **Not accepted by the judge**: {refusal.partition(';')[0]}. Exported with `--force`.\n"
+    return template(
+        "card.md.in", name=project.name, license=project.license, backend=source.backend, version=project.version,
+        repo_id=project.shown_repo, language=LANGUAGES[source.backend], mark=forced * bool(refusal),
+        summary=f"`{spec.name}`: {_doc(spec).splitlines()[0]}", call=_call(spec), dtype_names=_dtype_names(spec),
+        example=_example(spec), layers=layers, measured=_measured(record, spec), verdict=_verdict(source, record),
+        limits="\n".join(f"- {line}" for line in _limits(source, spec, record)), test_file=f"test_{python}.py",
+        variants=", ".join(f"`{v}`" for v in variants) or "none",
+        other_builds="kernel-builder makes the others: `nix run .#build-and-copy -L`."
+        if source.backend == "cuda" else "Triton compiles at the first call of a shape.",
+    )  # fmt: skip
+
+
+def _example(spec: OpSpec) -> str:
+    """A call at the operator's smallest size, as text that runs."""
+    case, lines = plain_case(spec, spec.cpu_shapes, "small"), []
+    for name, tensor in spec.tensors(case).items():
+        arg = spec.args[name]
+        if arg.draw == "index":
+            lines.append(f'{name} = torch.randint({case.size[arg.below]}, {tensor.shape}, device="cuda")')
+        else:
+            lines.append(f'{name} = torch.randn({tensor.shape}, dtype=torch.float16, device="cuda")')
+    return "\n".join([*lines, f"out = kernel.{spec.name}({', '.join(spec.tensors(case))})"])
+
+
+def _measured(record: Mapping[str, Any], spec: OpSpec) -> str:
+    if not record.get("sizes") or record.get("device") != "cuda":
+        return f"Nothing: {'the judge had no GPU' if record else 'the judge did not run'}, so there are no times."
+    rows = [f"| size | dtype | µs | speedup vs {spec.baseline_name} | vs torch.compile |", "|---|---|---|---|---|"]
+    for size in record["sizes"]:
+        axes = ", ".join(f"{k} {v}" for k, v in size["axes"].items())
+        compiled = size.get("speedup_vs_compile")
+        spread = 100 * (size.get("speedup_vs_pytorch_spread") or 0)
+        rows.append(f"| {size['size']}: {axes} | {size['dtype']} | {size['latency_us']:.4g} "
+                    f"| {size['speedup_vs_pytorch']:.2f}x ± {spread:.1f} % "
+                    f"| {f'{compiled:.2f}x' if compiled else 'not measured'} |")  # fmt: skip
+    where = f"{record['gpu_name']}, PyTorch {record.get('torch')}, {str(record['started'])[:10]}"
+    return f"{where}; cold L2 cache, launch hidden, paired with PyTorch on the same inputs.\n\n" + "\n".join(rows)
+
+
+def _verdict(source: KernelSource, record: Mapping[str, Any]) -> str:
+    lines = {"kernel (sha256)": f"`{source.sha256}`", "verdict": record.get("outcome", "never judged")}
+    if record:
+        stages = [f"{name.replace('_', ' ')} {record[name]}" for name in ("smoke_test", "shape_sweep",
+                  "numerical_stability", "determinism", "edge_cases") if record.get(name)]  # fmt: skip
+        lines |= {"stages": "; ".join(stages), "judged on": record.get("gpu_name") or record.get("device"),
+                  "harness (sha256)": f"`{record.get('harness_sha256')}`, {record.get('harness')}",
+                  "date": record.get("started")}  # fmt: skip
+    return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in lines.items())])
+
+
+def _limits(source: KernelSource, spec: OpSpec, record: Mapping[str, Any]) -> list[str]:
+    whole = ops.get(source.kernel_type)
+    left_out = [n for n in whole.optional_names() if n not in source.parameters]
+    lines = ["Inference only: the backward pass raises NotImplementedError.",
+             f"dtypes {_dtype_names(spec)}; all arguments of one dtype, on one device.",
+             "Times hold for the sizes and the GPU above; elsewhere measure with `kernels benchmark`."]  # fmt: skip
+    lines += [f"Not there, as the kernel does not take it: `{', '.join(left_out)}`."] * bool(left_out)
+    lines += ["Results may differ in the last bits from run to run (DETERMINISTIC = False)."] * source.nondeterministic
+    vendor = record.get("vendor_calls") or []
+    lines += [f"Calls a vendor library: {', '.join(vendor[:3])}."] * bool(vendor)
+    if record and record.get("device") != "cuda":
+        lines.append("Judged in Triton's interpreter on a CPU only.")
+    if source.backend == "cuda":
+        lines.append("The build here is for the kind of GPU and the C library of the machine that made it.")
+    return lines
+
+
+# ---- builds, validation, and all of it ------------------------------------------------------------------------------
+
+
+def read_source(path: Path, target: str = "") -> KernelSource:
+    """Read and check a kernel file for export. Raises ExportError for imports that the Hub's loader cannot give it."""
+    expected = read_target(paths.workspace() / "targets" / target).spec.name if target else None
+    source = read_kernel(path, expected)
+    allowed = {"torch", "triton"} | sys.stdlib_module_names
+    for node in ast.walk(ast.parse(source.data)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names = [node.module or "."] if isinstance(node, ast.ImportFrom) else names
+        for name in names:
+            ours = source.backend == "cuda" and name == "autokernel.cuda"
+            if name.partition(".")[0] not in allowed and not ours:
+                raise ExportError(f"{path}:{node.lineno}: imports {name}; a kernel from the Hub has torch, triton and "
+                                  "the standard library")  # fmt: skip
+    return source
+
+
+def export(project: Project, source: KernelSource, output: Path, progress=lambda text: None) -> dict[str, Any]:
+    """Make the project in `output`, which must not exist. Returns what was made; raises ExportError and leaves nothing.
+
+    {"folder", "variants", "refusal", "validated": variant -> "passed" or why it was not run, "note"}.
+    """
+    if output.exists():
+        raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
+    record, refusal = verdict(source)
+    if refusal and not project.force:
+        raise ExportError(f"{source.path.name} is refused: {refusal}, or export it with --force, which marks the card")
+    _loader()
+    cuda = read_cuda(source, cuda_path(project)) if source.backend == "cuda" else None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        work = Path(temporary) / project.name
+        variants, note = [f"torch-{b}" for b in project.backends], ""
+        if cuda:
+            variant, note = stable_variant()
+            variants = [variant] if variant else []
+        files = project_files(project, source, cuda, record, refusal, variants)
+        for name, text in files.items():
+            paths.atomic_write(work / name, text.encode())
+        for variant in variants:
+            progress(f"building {variant}")
+            build(project, work, variant, cuda)
+        progress("validating")
+        validated = validate(work, progress)
+        work.rename(output)
+    return {"folder": output, "variants": variants, "refusal": refusal, "validated": validated, "note": note}
+
+
+def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -> None:
+    """build/<variant>: the package, its namespace, metadata.json and, for CUDA, the compiled library."""
+    from kernels._rust import Digest, DigestAlgorithm
+
+    backend = "cuda" if cuda else variant.removeprefix("torch-")
+    folder, package_folder = work / "build" / variant, work / "torch-ext" / project.python_name
+    shutil.copytree(package_folder, folder)
+    inputs = [package_folder, *([work / cuda_path(project)] if cuda else [])]
+    texts = [f.read_bytes() for p in inputs for f in (sorted(p.rglob("*")) if p.is_dir() else [p]) if f.is_file()]
+    unique = hashlib.sha256(b"\0".join([project.name.encode(), b"%d" % project.version, *texts])).hexdigest()[:12]
+    identity = f"_{project.python_name}_{backend}_{unique}"  # two kernels with one id would be one module
+    (folder / "_ops.py").write_text(_namespace(identity, bool(cuda)))
+    target: dict[str, Any] = {"type": backend}
+    if cuda:
+        build_library(work, cuda, cuda_path(project), identity, folder / f"{identity}.abi3.so")
+        target["archs"] = [cuda.capability]
+    values = {"name": project.name, "id": identity, "version": project.version, "license": project.license,
+              "python-depends": [], "backend": target}  # fmt: skip
+    digest = Digest.hash_variant(DigestAlgorithm.SHA256, folder)
+    values["digest"] = {"algorithm": "sha256", "files": digest.files}
+    (folder / "metadata.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+def _namespace(identity: str, compiled: bool) -> str:
+    """_ops.py: the operators' namespace, of this build alone; a compiled library fills it when it is loaded."""
+    load = [f'ctypes.CDLL(str(Path(__file__).with_name("{identity}.abi3.so")))'] if compiled else []
+    return "\n".join([*["import ctypes", "from pathlib import Path", ""] * compiled, "import torch", "", *load,
+                      f"ops = torch.ops.{identity}", "", "", "def add_op_namespace_prefix(name):",
+                      f'    return f"{identity}::{{name}}"', ""])  # fmt: skip
+
+
+def _loader():
+    try:
+        import kernels._rust
+
+        return kernels._rust
+    except ImportError:
+        raise ExportError("the Hub's package `kernels` is not installed; get it with: uv sync --extra hub") from None
+
+
+def validate(work: Path, progress=lambda text: None) -> dict[str, str]:
+    """Check a project with the loader's own validators and its tests in a fresh process, variant by variant.
+
+    Returns variant -> "passed", or "not run: ..." where this machine cannot run it. Raises ExportError."""
+    loader, found = _loader(), {}
+    try:
+        loader.Build.open(work)
+        for folder in sorted((work / "build").glob("*/")):
+            metadata = loader.Metadata.read_from_file(folder / "metadata.json")
+            if metadata.digest is None:
+                raise ValueError(f"{folder.name}/metadata.json has no digest")
+            metadata.digest.validate(loader.Digest.hash_variant(metadata.digest.algorithm, folder))
+            progress(f"testing {folder.name}")
+            found[folder.name] = _run_tests(work, folder)
+    except (OSError, ValueError, RuntimeError, loader.DigestValidationError) as error:
+        raise error if isinstance(error, ExportError) else ExportError(f"{work.name} is not valid: {error}") from None
+    return found
+
+
+def _run_tests(work: Path, folder: Path) -> str:
+    """The project's own tests on one build, in a process of its own."""
+    on_gpu, compiled = torch.cuda.is_available(), any(folder.glob("*.so"))
+    interpreted = not on_gpu or folder.name == "torch-cpu"
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted and not compiled else {})}
+    if interpreted and on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, str(next((work / "tests").glob("test_*.py"))), str(folder)]
+    try:
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True,
+                              timeout=VALIDATION_SECONDS)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ExportError(f"{folder.name}: its tests took more than {VALIDATION_SECONDS} s") from None
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        raise ExportError(f"{folder.name} fails its own tests: {last.strip()[:300]}")
+    if compiled and not on_gpu:
+        return "not run: no GPU here"
+    here = " on an NVIDIA GPU" if folder.name == "torch-rocm" and torch.version.hip is None else ""
+    return "passed in Triton's interpreter" if interpreted else f"passed{here}"

@@ -1,0 +1,659 @@
+"""What a kernel's process does: call the kernel on the judge's inputs, answer with raw tensors and times, no verdict.
+
+Every call, checked or timed or warm-up, takes the same path, so a kernel cannot tell them apart:
+
+    wait kernel -> inputs unmasked from the stage -> L2 flushed -> event -> kernel_fn -> event -> output copied
+
+The wait hides the launch gap. The stage holds the inputs masked by a key that comes with the request, so that nothing
+can be computed from them while the wait runs. The output leaves on the stream right behind the end event, so work that
+was not joined is missing in it.
+
+The kernel's Python code shall reach none of this. `outside` yields the calls of the kernel to child.py, so that our
+frames are not on the stack below it; there are no classes here to be found by name; the garbage collector shows no
+object of ours; builtins are a private copy; and before any code of ours goes on after a call, hooks, handlers and
+threads are looked up and taken away, in C. Finalisers of what a call left run inside the next one. None of this is
+proof against native code in this process: the judge's own clock bounds that (docs/trust.md).
+
+Messages are length-prefixed JSON over one socket; neither side ever unpickles.
+"""
+
+import builtins
+
+__builtins__ = dict(vars(builtins))  # the functions below look names up here, whatever a kernel puts into `builtins`
+
+# ruff: noqa: E402
+import _signal
+import _thread
+import ctypes
+import gc
+import importlib.util
+import inspect
+import json
+import operator
+import os
+import socket
+import struct
+import sys
+import time
+import traceback
+from functools import partial
+from itertools import pairwise
+from operator import gt
+from pathlib import Path
+from sys import _getframe as getframe
+from sys import getrefcount
+from types import GeneratorType, ModuleType, SimpleNamespace
+
+DEVICES = ("CPU", "CUDA")
+ROOT = Path(__file__).resolve().parent.parent
+LONGEST_REQUEST = 1 << 24
+inspect_file = inspect.__file__
+LeftBehind = type("LeftBehind", (RuntimeError,), {})  # without functions: nothing leads from it to this module
+
+
+def link(fd: int, memory: int) -> tuple:
+    """(function, generator): child.py feeds what the generator yields to the function."""
+    box: list = []
+    return box.extend, serve(socket.socket(fileno=fd), memory, box)
+
+
+def sibling(name: str):
+    """Another file of this package, loaded by path: under no name that a kernel could import it by."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def serve(sock: socket.socket, memory: int, box: list):
+    """Answer requests until the socket closes."""
+    os.set_inheritable(sock.fileno(), False)
+    import torch
+
+    if importlib.util.find_spec("tqdm"):  # torch.compile shows its progress with it, and leaves its thread behind
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # the context costs a second: now, while the judge is starting too
+    receive, send = channel(sock)
+    handlers = {
+        "load": load, "call": call, "launch": launch, "audit": audit, "resources": resources, "replaced": replaced,
+        "compile": compile_only, "profile": profile, "count": count,
+    }  # fmt: skip
+    self = None
+    while (request := receive()) is not None:
+        try:
+            if request["do"] == "setup":
+                self = set_up(request, memory, box, torch)
+                os.close(memory)
+                answer = {"confinement": confine(request["writable"]) if request["writable"] else "off"}
+            else:
+                answer = handlers[request["do"]](self, request)
+                if isinstance(answer, GeneratorType):
+                    answer = yield from answer
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the judge hears of it
+            answer = {"error": error_of(error)}
+        send({"id": request["id"], **answer})
+
+
+def channel(sock: socket.socket) -> tuple:
+    """Functions that receive and send one message, made of functions in C that were looked up now."""
+    read, write = sock.recv, sock.sendall
+    scan = json.JSONDecoder().scan_once
+    encode = json.encoder.c_make_encoder(
+        None, None, json.encoder.encode_basestring_ascii, None, ": ", ", ", False, False, True
+    )
+    length = struct.Struct("<I")
+
+    def exactly(count: int) -> bytes | None:
+        data = b""
+        while len(data) < count:
+            part = read(count - len(data))
+            if not part:
+                return None
+            data += part
+        return data
+
+    def receive() -> dict | None:
+        head = exactly(4)
+        if head is None or length.unpack(head)[0] > LONGEST_REQUEST:
+            return None
+        data = exactly(length.unpack(head)[0])
+        return None if data is None else scan(data.decode(), 0)[0]
+
+    def send(message: dict) -> None:
+        data = "".join(encode(message, 0)).encode()
+        write(length.pack(len(data)) + data)
+
+    return receive, send
+
+
+# ---- setting up ------------------------------------------------------------------------------------------------------
+
+
+def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
+    """Open the arena and look up, before a kernel is here, every function that is used while one is."""
+    os.environ.update(request["environment"])  # before Triton is imported, which reads it once
+    torch.set_grad_enabled(False)
+    self = SimpleNamespace(torch=torch, box=box, function=None, last={}, kept={}, inputs={}, seen=[])
+    self.device = torch.device(request["device"])
+    self.on_gpu = self.device.type == "cuda"
+    self.exposed = sibling("exposed")
+    self.arena = open_arena(self, request["arena"], memory)
+    if not self.on_gpu and importlib.util.find_spec("triton"):
+        self.exposed.prepare_interpreter()
+    self.clock, self.invoke = time.perf_counter, operator.methodcaller("__call__")
+    self.enable, self.collect = gc.enable, gc.collect
+    base, self.tensor_type, self.strided = torch._C.TensorBase, torch.Tensor, torch.strided
+    self.copy_, self.equal, self.xor = base.copy_, torch.equal, torch.bitwise_xor
+    self.fill_ = torch._C.StorageBase.fill_
+    self.as_strided, self.view, self.cut, self.finite = torch.as_strided, base.view, base.narrow, base.nan_to_num
+    self.dtypes = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+    self.use_count = torch._C._storage_Use_Count
+    settings = settings_of(torch)
+    if self.on_gpu:
+        set_up_gpu(self, request["flush_bytes"])
+        settings["another current stream"] = self.current_stream
+    self.unheld = unheld(self)
+    self.after, self.left_behind = watch(self.exposed, torch, settings)
+    return self
+
+
+def set_up_gpu(self, flush_bytes: int) -> None:
+    torch, c = self.torch, self.torch._C
+    self.events = [c._CudaEventBase(enable_timing=True) for _ in range(5)]
+    self.record, self.elapsed = c._CudaEventBase.record, c._CudaEventBase.elapsed_time
+    self.synchronize, self.sleep, self.sum = c._cuda_synchronize, c._cuda_sleep, torch.sum
+    self.stream, index = torch.cuda.current_stream(), torch.cuda.current_device()
+    self.current_stream = partial(c._cuda_getCurrentStream, index)
+    # read, not written: a written flush leaves dirty lines whose write-back is then charged to the kernel
+    self.flush = torch.randint(1, 9, (flush_bytes // 4,), dtype=torch.int32, device=self.device)
+    self.flushed = torch.empty((), dtype=torch.int64, device=self.device)
+    driver, persisting = ctypes.CDLL("libcuda.so.1"), 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE: for what outlives a flush
+    self.set_aside = ctypes.c_size_t(0)
+    self.read_set_aside = partial(driver.cuCtxGetLimit, ctypes.byref(self.set_aside), persisting)
+    driver.cuCtxSetLimit(persisting, ctypes.c_size_t(0))
+    self.reset_peak = partial(c._cuda_resetPeakMemoryStats, index)
+    self.memory_stats = partial(c._cuda_memoryStats, index)
+
+
+def open_arena(self, arena: dict, memory: int):
+    torch = self.torch
+    if arena["kind"] == "memory":
+        return torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=arena["bytes"], dtype=torch.uint8)
+    import base64
+
+    handle = [base64.b64decode(v[1:]) if isinstance(v, str) else v for v in arena["handle"]]
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*handle)
+    return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, arena["offset"], (arena["bytes"],))
+
+
+def confine(writable: list[str]) -> str:
+    """Give up privileges, and writing elsewhere."""
+    sandbox = sibling("sandbox")
+    sandbox.drop_privileges()
+    return sandbox.confine(writable)
+
+
+def hide() -> list[str]:
+    """No list of the garbage collector shows what is here now, nor what will be here when it is asked for.
+
+    Returns a list that will name what kernel.py itself does to look further than its arguments.
+    """
+    freeze, append, seen, asking = gc.freeze, list.append, [], []
+    frames = {"sys._getframe": "sys._getframe", "object.__getattr__": "a traceback's frame"}
+
+    def guard(event, args):
+        if event == "sys.addaudithook":
+            raise PermissionError("kernel.py may not add an audit hook")
+        if event == "gc.get_objects" or event == "gc.get_referrers":
+            freeze()
+        elif event not in frames or asking or (event == "object.__getattr__" and args[1] != "tb_frame"):
+            return
+        append(asking, True)  # getframe is an event too
+        caller = getframe(1)
+        asking.clear()
+        while caller is not None and caller.f_code.co_filename == inspect_file:
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_filename.endswith("/kernel.py") and len(seen) < 5:
+            append(seen, f"a look at other objects than its arguments ({frames.get(event, event)})")
+
+    gc.collect()
+    freeze()
+    sys.addaudithook(guard)
+    return seen
+
+
+# ---- what a call may leave behind ------------------------------------------------------------------------------------
+
+
+def settings_of(torch) -> dict:
+    """Process-wide settings of PyTorch by name, as functions in C: a change would reach the model around the kernel."""
+    c = torch._C
+    found = {
+        "a torch function mode": c._len_torch_function_stack,
+        "a torch dispatch mode": c._len_torch_dispatch_stack,
+        "torch.set_default_dtype": torch.get_default_dtype,
+        "torch.set_num_threads": torch.get_num_threads,
+        "torch.set_grad_enabled": torch.is_grad_enabled,
+        "torch.inference_mode": torch.is_inference_mode_enabled,
+        "torch.autocast": torch.is_autocast_enabled,
+        "torch.set_flush_denormal": partial(operator.mul, 5e-324, 1.0),
+        "torch.use_deterministic_algorithms": c._get_deterministic_algorithms,
+        "torch.set_float32_matmul_precision": c._get_float32_matmul_precision,
+        "torch.backends.cuda.matmul.allow_tf32": c._get_cublas_allow_tf32,
+        "torch.backends.cudnn.allow_tf32": c._get_cudnn_allow_tf32,
+        "torch.backends.cudnn.benchmark": c._get_cudnn_benchmark,
+    }
+    for kind in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
+        if getter := getattr(c, f"_get_cublas_allow_{kind}", None):
+            found[f"torch.backends.cuda.matmul.allow_{kind}"] = getter
+    return found
+
+
+def watch(exposed, torch, settings: dict):
+    """(steps in C that follow every call, a function that reads from their results what the call left behind).
+
+    The steps look up and take away what would run the kernel's code from ours: hooks, handlers, timers, callbacks.
+    Values that could be the kernel's own objects are compared by identity, which runs no code of theirs.
+    """
+    signals = [n for n in range(1, _signal.NSIG) if n not in (9, 19, 32, 33) and _signal.getsignal(n) is not None]
+    handlers, threads = [_signal.getsignal(n) for n in signals], _thread._count()
+    look = [partial(exposed.outcome, getter, (), {}) for getter in settings.values()]
+    names, before = list(settings), [value_of(getter) for getter in settings.values()]
+    hooks = [sys.getprofile, sys.gettrace]
+    clear = [partial(sys.setprofile, None), partial(sys.settrace, None), gc.callbacks.clear, gc.disable]
+    if hasattr(sys, "monitoring"):
+        hooks += [partial(sys.monitoring.get_tool, i) for i in range(6)]
+        take_away = [(sys.monitoring.set_events, (i, 0)) for i in range(6)]
+        take_away += [(sys.monitoring.free_tool_id, (i,)) for i in range(6)]
+        clear += [partial(exposed.outcome, function, args, {}) for function, args in take_away]
+    fixed = [partial(_signal.setitimer, 0, 0), _thread._count, partial(list, gc.callbacks), *hooks, *look, *clear]
+    set_handler, Failure = _signal.signal, exposed.Failure
+    changed = changed_in({"torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage})
+
+    def after() -> list:
+        return [partial(list, map(set_handler, signals, handlers)), *fixed]
+
+    def left_behind(results: list) -> list[str]:
+        found_handlers, timer, running, callbacks = results[:4]
+        hooked = results[4 : 4 + len(hooks)]
+        values = [type(v[0]) if type(v) is Failure else v for v in results[4 + len(hooks) : 4 + len(hooks) + len(look)]]
+        found = [name for name, value, old in zip(names, values, before, strict=True) if value != old]
+        found += ["a signal handler"] * any(a is not b for a, b in zip(found_handlers, handlers, strict=True))
+        found += ["an interval timer"] * (timer != (0.0, 0.0)) + ["a running thread"] * (running != threads)
+        found += ["a profile or trace hook"] * any(hook is not None for hook in hooked)
+        found += ["a callback of the garbage collector"] * bool(len(callbacks))
+        return found + [f"another {name}" for name in changed()]
+
+    return after, left_behind
+
+
+def changed_in(owners: dict, new_too: bool = True):
+    """A function that names the members of modules and types that are not what they are now, or are new."""
+    seal = [(name, vars(owner), list(vars(owner).items())) for name, owner in owners.items()]
+    if not new_too:
+        seal = [(name, space, [(k, v) for k, v in members if callable(v)]) for name, space, members in seal]
+
+    def changed() -> list[str]:
+        found = []
+        for name, space, members in seal:
+            found += [f"{name}.{key}" for key, value in members if space.get(key) is not value]
+            if new_too and len(space) > len(members):
+                found += [f"{name}.{key}" for key in space.keys() - dict(members).keys()]
+        return found
+
+    return changed
+
+
+def value_of(getter) -> object:
+    """What a getter returns; PyTorch raises where its old and new precision settings were mixed."""
+    try:
+        return getter()
+    except RuntimeError as error:
+        return type(error)
+
+
+def facts_of(tensor) -> tuple:
+    """What a tensor is besides its values."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, attributes_of(tensor)
+
+
+def attributes_of(tensor) -> list[str]:
+    """Names that were hung on a tensor; torch.compile keeps notes on the ones that it has seen."""
+    return sorted(name for name in map(str, tensor.__dict__) if not name.startswith("_dynamo_"))
+
+
+def holders(self, tensor) -> list[int]:
+    """How many hold a tensor's memory: its storage, the tensor and its base, each counted by their owners."""
+    base = tensor._base
+    storage = self.use_count(tensor.untyped_storage()._cdata) - (base is not None)
+    return [storage, getrefcount(tensor), getrefcount(base) if base is not None else 0]
+
+
+def unheld(self) -> list[int]:
+    """What `holders` says at most of a tensor that only a local variable holds."""
+    whole, part = self.torch.empty(2), self.torch.empty(2)[:1]
+    return [max(pair) for pair in zip(holders(self, whole), holders(self, part), strict=True)]
+
+
+# ---- running the kernel's code ---------------------------------------------------------------------------------------
+
+
+def outside(self, *steps):
+    """Results of steps (functions in C, or `step`s) run where none of our variables are on the stack.
+
+    Finalisers of what earlier calls left come first, the steps of `watch` last. Raises LeftBehind, or the exception
+    of the first step that raised one.
+    """
+    yield map(self.invoke, (self.kept.clear, self.enable, *steps, *self.after()))
+    results, rest = self.box[2 : 2 + len(steps)], self.box[2 + len(steps) :]
+    del self.box[:]
+    if left := self.left_behind(rest) + self.seen:
+        raise LeftBehind(", ".join(left)[:300])
+    for result in results:
+        if type(result) is self.exposed.Failure:
+            raise result[0]
+    return results
+
+
+def step(self, function, *args, **kwargs):
+    """A step that runs Python code, whose exception `outside` raises."""
+    return partial(self.exposed.outcome, function, args, kwargs)
+
+
+def load(self, request: dict):
+    """Import the candidate, or build a trusted baseline; answer with what `kernel_fn` takes."""
+    start = self.clock()
+    if "op" in request:
+        self.function, self.changed = baseline(self, request), list
+    else:
+        self.changed = changed_in(watched(self.torch), new_too=False)
+        self.operators = operators_of(self.torch._C._dispatch_dump)
+        self.operators_before = self.operators()
+        self.seen = hide()
+        module = yield from import_kernel(self, Path(request["path"]))
+        (self.function,) = yield from outside(self, step(self, getattr, module, "kernel_fn", None))
+        if not callable(self.function):
+            raise AttributeError("kernel.py defines no function kernel_fn")
+    (signature,) = yield from outside(self, step(self, inspect.signature, self.function))
+    taken = signature.parameters.items()
+    parameters = {n: p.default is p.empty for n, p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {"parameters": parameters, "seconds": self.clock() - start}
+
+
+def import_kernel(self, path: Path):
+    # `autokernel.cuda` is there for CUDA kernels; reference.py, the oracle, is not importable
+    package = ModuleType("autokernel")
+    package.__path__ = [str(ROOT / "autokernel")]
+    sys.modules["autokernel"] = package
+    spec = importlib.util.spec_from_file_location("kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kernel"] = module
+    yield from outside(self, step(self, spec.loader.exec_module, module))
+    return module
+
+
+def baseline(self, request: dict):
+    sys.path.append(str(ROOT))  # last: nothing in the repository stands in for a library
+    from autokernel import ops
+
+    function = ops.get(request["op"]).baseline
+    if request.get("compile"):
+        function = self.torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return function
+
+
+def watched(torch) -> dict:
+    """What a careless or hostile kernel might replace, by name. torch._dynamo changes some functions of torch."""
+    checks = SimpleNamespace(equal=torch.equal, allclose=torch.allclose)
+    return {
+        "builtins": builtins, "time": time, "json": json, "os": os, "gc": gc, "sys": sys, "operator": operator,
+        "__main__": sys.modules["__main__"], "torch": checks, "torch.testing": torch.testing, "torch.cuda": torch.cuda,
+        "torch.cuda.Event": torch.cuda.Event, "torch.cuda.Stream": torch.cuda.Stream,
+    }  # fmt: skip
+
+
+def operators_of(dump):
+    """A function that says what implements the operators which move the judge's data here."""
+    names = ["copy_", "bitwise_xor.Scalar_out", "equal", "as_strided", "view", "narrow", "sum.IntList_out"]
+    names += ["fill_.Scalar", "nan_to_num"]
+    keys = ("CPU", "CUDA", "Composite", "Autograd", "ADInplaceOrView", "BackendSelect")
+
+    def operators() -> dict[str, list[str]]:
+        return {n: [line for line in dump(f"aten::{n}").splitlines() if line.startswith(keys)] for n in names}
+
+    return operators
+
+
+def replaced(self, request: dict) -> dict:
+    """Names of well-known functions and operators that the kernel replaced for the whole process."""
+    now = self.operators()
+    changed = [f"aten::{name}" for name, before in self.operators_before.items() if now[name] != before]
+    return {"changed": (changed + self.changed())[:20]}
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+
+def tensor(self, spec: dict, region: str):
+    """A view into the arena; spec: shape, strides, dtype, start (byte offset of the region), offset (elements)."""
+    dtype, start = self.dtypes[spec["dtype"]], spec[region]
+    usable = (self.arena.numel() - start) // dtype.itemsize * dtype.itemsize
+    flat = self.view(self.cut(self.arena, 0, start, usable), dtype)
+    return self.as_strided(flat, spec["shape"], spec["strides"], flat.storage_offset() + spec.get("offset", 0))
+
+
+def same_tensor(self, spec: dict):
+    """An input that is the same object whenever it lies in the same place, as a model's weights are."""
+    key = tuple(spec["shape"]), tuple(spec["strides"]), spec["dtype"], spec["work"], spec["offset"]
+    if key not in self.inputs:
+        self.inputs[key] = tensor(self, spec, "work")
+    return self.inputs[key]
+
+
+def arguments(self, request: dict):
+    """(the call's arguments by name, a function that brings their content)."""
+    inputs = {name: same_tensor(self, spec) for name, spec in request["inputs"].items()}
+    stage, work, count = request["stage"], request["work"], request["bytes"]
+    integers = self.dtypes["int64"]
+    source = self.view(self.cut(self.arena, 0, stage, count), integers)
+    # `.data`: new content leaves no trace in the version counter, as a Triton kernel's writes leave none
+    target = self.view(self.cut(self.arena, 0, work, count), integers).data
+    return inputs, partial(self.xor, source, request["mask"], out=target)
+
+
+def call(self, request: dict):
+    inputs, bring = arguments(self, request)
+    output = tensor(self, request["output"], "start").data
+    before = {name: facts_of(value) for name, value in inputs.items()}
+    job = step(self, self.function, **inputs, **request["scalars"])
+    run = timed_gpu if self.on_gpu else timed_cpu
+    out, reply = yield from run(self, bring, output, job, request)
+    del job
+    reply["left"] = [f"another tensor in place of {k}" for k, v in before.items() if facts_of(inputs[k]) != v]
+    if matches(self, out, output) and any(map(gt, holders(self, out), self.unheld)):
+        yield from outside(self, self.collect)  # perhaps only a cycle of the kernel's own variables
+        if any(map(gt, holders(self, out), self.unheld)):
+            reply["left"].append("a reference to its output, a buffer that the next calls overwrite")
+    reply["out"] = describe(self, out)
+    remember(self, out)
+    return reply
+
+
+def timed_gpu(self, bring, output, job, request):
+    first, flushing, start, end, done = (partial(self.record, event, self.stream) for event in self.events)
+    self.reset_peak()
+    flush = partial(self.sum, self.flush, 0, out=self.flushed)
+    ahead = first, partial(self.sleep, request["wait_cycles"]), bring, flushing, flush
+    *_, began, out, ended, _ = yield from outside(self, *ahead, start, self.clock, job, self.clock, end)
+    between = self.synchronize, done, self.synchronize, self.read_set_aside
+    late = yield from leave(self, out, output, request["poison"], *between)
+    if self.set_aside.value:
+        raise LeftBehind("a part of L2 set aside, which no flush reaches")
+    marks = dict(zip(("before_s", "flush_s", "device_s", "after_s"), pairwise(self.events), strict=True))
+    times = {name: self.elapsed(*pair) / 1e3 for name, pair in marks.items()}
+    peak = self.memory_stats()["allocated_bytes"]["all"]["peak"] - self.flush.numel() * 4
+    return out, times | {"host_s": ended - began, "late": late, "peak_bytes": peak}
+
+
+def timed_cpu(self, bring, output, job, request):
+    *_, began, out, ended = yield from outside(self, bring, self.clock, job, self.clock)
+    late = yield from leave(self, out, output, request["poison"])
+    times = {"before_s": 0.0, "flush_s": 0.0, "device_s": ended - began, "after_s": 0.0, "host_s": ended - began}
+    return out, times | {"late": late, "peak_bytes": 0}
+
+
+def matches(self, out, output) -> bool:
+    same = type(out) is self.tensor_type and out.dtype == output.dtype and out.shape == output.shape
+    return same and out.device == output.device and out.layout == self.strided
+
+
+def leave(self, out, output, poison: int, *between):
+    """Copy the result where the judge reads it, on the stream, at once; a wrong one is left to the judge.
+
+    Returns whether it changed afterwards. Fills the output before with noise: so what torch.empty hands to the kernel
+    next never holds an earlier answer.
+    """
+    fits, old = matches(self, out, output), self.last.get("out")
+    steps = [partial(self.copy_, output, out)] * fits + [*between] + [partial(self.equal, out, output)] * fits
+    if type(old) is self.tensor_type and old.layout == self.strided and old.numel():
+        steps.append(partial(self.fill_, old.untyped_storage(), poison))
+    results = yield from outside(self, *steps)
+    if not fits or results[1 + len(between)]:
+        return False
+    # NaNs are unequal to themselves: look again without
+    finite = yield from outside(self, partial(self.finite, out), partial(self.finite, output))
+    (equal,) = yield from outside(self, partial(self.equal, *finite))
+    return not equal
+
+
+def describe(self, out) -> dict:
+    """Facts about the returned object, for the judge to weigh."""
+    if type(out) is not self.tensor_type:
+        return {"type": f"{type(out).__module__}.{type(out).__qualname__}"}
+    storage = out.untyped_storage() if out.layout == self.strided else None
+    low = storage.data_ptr() if storage else 0
+    high = low + (storage.nbytes() if storage else 0)
+    arena, last = self.arena.data_ptr(), self.last.get("span")
+    return {
+        "type": "torch.Tensor",
+        "dtype": str(out.dtype).removeprefix("torch."),
+        "shape": list(out.shape),
+        "strides": list(out.stride()) if storage else None,
+        "device": out.device.type,
+        "layout": str(out.layout),
+        "attributes": attributes_of(out),
+        "requires_grad": out.requires_grad,
+        "aliases_input": bool(low < arena + self.arena.numel() and arena < high and high > low),
+        "aliases_previous": bool(last is not None and low < high and low < last[1] and last[0] < high),
+    }
+
+
+def remember(self, out) -> None:
+    """Keep this output until after the next call; the one before will be freed in `outside`."""
+    self.kept, self.last = self.last, {"out": out}
+    if type(out) is self.tensor_type and out.layout == self.strided:
+        storage = out.untyped_storage()
+        # read before the handle is kept: a resized storage would move
+        self.last["span"] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+# ---- measurements without a verdict ----------------------------------------------------------------------------------
+
+
+def launch(self, request: dict):
+    """Host seconds of one call among 20 back to back: what launching costs a model that never waits."""
+    inputs, _ = arguments(self, request)
+    job = step(self, self.function, **inputs, **request["scalars"])
+    for count in (3, 20):
+        began, *_, ended = yield from outside(self, self.clock, *[job] * count, self.clock)
+        if self.on_gpu:
+            self.synchronize()
+    return {"host_s": (ended - began) / 20}
+
+
+def audit(self, request: dict):
+    """One more call, watched: which PyTorch operators it runs, and the names of the device's kernels."""
+    inputs, bring = arguments(self, request)
+    yield from outside(self, bring)
+    # torch.profiler and TorchDispatchMode import all of torch._dynamo, which takes seconds; this does not
+    profiler = self.torch.autograd.profiler.profile(use_device="cuda" if self.on_gpu else None, use_kineto=True)
+    with profiler as seen:
+        yield from outside(self, step(self, self.function, **inputs, **request["scalars"]))
+        if self.on_gpu:
+            self.synchronize()
+    names = {kind: {e.name[:300] for e in seen.function_events if e.device_type.name == kind} for kind in DEVICES}
+    operators, kernels = {n for n in names["CPU"] if n.startswith("aten::")}, names["CUDA"]
+    return {"operators": sorted(operators), "kernels": sorted(kernels)}
+
+
+def profile(self, request: dict):
+    """Five calls under PyTorch's profiler: the device's kernels with their times, and trace.json in this folder."""
+    from torch.profiler import ProfilerActivity, profile
+
+    inputs, bring = arguments(self, request)
+    yield from outside(self, bring)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_gpu
+    with profile(activities=activities) as profiler:
+        yield from outside(self, *[step(self, self.function, **inputs, **request["scalars"])] * 5)
+        if self.on_gpu:
+            self.synchronize()
+    profiler.export_chrome_trace("trace.json")
+    events = [e for e in profiler.events() if e.device_type.name == ("CUDA" if self.on_gpu else "CPU")]
+    kernels: dict[str, list[float]] = {}
+    for event in events:
+        kernels.setdefault(event.name, []).append(event.device_time if self.on_gpu else event.self_cpu_time_total)
+    rows = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
+    return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
+
+
+def count(self, request: dict):
+    """One warm and one profiled call, for Nsight Compute around this process."""
+    inputs, bring = arguments(self, request)
+    job = step(self, self.function, **inputs, **request["scalars"])
+    yield from outside(self, bring, job)
+    self.synchronize()
+    self.torch.cuda.cudart().cudaProfilerStart()
+    yield from outside(self, job)
+    self.synchronize()
+    self.torch.cuda.cudart().cudaProfilerStop()
+    return {}
+
+
+def compile_only(self, request: dict) -> dict:
+    """Compile the kernel's CUDA_SRC without calling it: all that can be done where there is no GPU."""
+    from autokernel.cuda import compile_cuda
+
+    module = sys.modules["kernel"]
+    compile_cuda(module.CUDA_SRC, defines=getattr(module, "CONFIG", {}))
+    return {}
+
+
+def resources(self, request: dict) -> dict:
+    """Registers, spills and shared memory of the compiled kernels, the largest of each."""
+    found = []
+    if cuda := sys.modules.get("autokernel.cuda"):
+        found += [kernel for module in cuda.loaded_modules() for kernel in module.resources.values()]
+    if self.on_gpu and "triton" in sys.modules:
+        from autokernel.cuda import triton_resources
+
+        for value in vars(sys.modules["kernel"]).values():
+            function = getattr(value, "fn", value) if not hasattr(value, "device_caches") else value
+            for caches in getattr(function, "device_caches", {}).values():
+                found += [triton_resources(compiled) for compiled in caches[0].values()]
+    names = ("registers", "spill_bytes", "smem_bytes")
+    return {"resources": {n: max((r[n] for r in found if r.get(n) is not None), default=None) for n in names}}
+
+
+def error_of(error: BaseException) -> dict:
+    """An exception as data: type, message, the line in kernel.py, and the traceback for those who ask."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "kernel.py"]
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:4000] or type(error).__name__,
+        "line": getattr(error, "lineno", None) or (frames[-1].lineno if frames else None),
+        "traceback": "".join(traceback.format_exception(error))[-8000:],
+    }

@@ -1,0 +1,425 @@
+"""export_hf.py on a CPU: Triton in its interpreter, CUDA compiled and loaded, the Hub on a loopback port."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("kernels", minversion="0.17.2", reason="uv sync --extra hub --extra models")
+
+from loopback_hub import LoopbackHub  # noqa: E402
+
+from autokernel import export as exporter  # noqa: E402
+from autokernel import export_cuda, hub, ops, paths  # noqa: E402
+from autokernel.export import ExportError, Project, export, read_source, verdict  # noqa: E402
+from autokernel.source import KernelError, read_kernel  # noqa: E402
+
+ROOT = paths.repo_root()
+TRITON, CUDA = sorted((ROOT / "kernels").glob("*.py")), sorted((ROOT / "kernels/cuda").glob("*.py"))
+STEMS = [path.stem for path in TRITON]
+needs_nvcc = pytest.mark.skipif(not Path("/usr/local/cuda/bin/nvcc").exists() and not shutil.which("nvcc"),
+                                reason="no nvcc")  # fmt: skip
+
+
+def python(code: str, cwd: Path, interpret: bool = True, **environment) -> str:
+    """Run code in a fresh process outside of the repository; its standard output."""
+    unwanted = ("DO_NOT_TRACK", "DISABLE_TELEMETRY", "HF_HUB_DISABLE_TELEMETRY", "PYTHONPATH")
+    variables = {k: v for k, v in os.environ.items() if k not in unwanted}
+    variables |= {"TRITON_INTERPRET": str(int(interpret)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"HF_HOME": str(cwd / "hf"), **environment}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Exports without the run of their own tests, which one test below makes."""
+    monkeypatch.setattr(exporter, "_run_tests", lambda work, folder: "passed")
+
+
+def exported(path: Path, folder: Path, name: str = "", backends=("cpu",)) -> Path:
+    name = name or f"my-{path.stem.replace('_', '-')}"
+    project = Project(name, f"user/my-{path.stem}", backends=backends, force=True)
+    return export(project, read_source(path), folder / project.name)["folder"]
+
+
+def judged(path: Path, **values) -> dict:
+    """Write the judge's record of a kernel file, as bench.py would."""
+    source = read_kernel(path)
+    size = {"size": "large", "axes": {"rows": [4096], "dim": 4096}, "dtype": "fp16", "latency_us": 31.234,
+            "speedup_vs_pytorch": 1.375, "speedup_vs_pytorch_spread": 0.004, "speedup_vs_compile": 1.1}  # fmt: skip
+    record = {"schema": 1, "outcome": "PASS", "source_sha256": source.sha256, "kernel_type": source.kernel_type,
+              "started": "2026-11-30T12:00:00Z", "device": "cuda", "gpu_name": "NVIDIA H200", "torch": "2.13.0",
+              "harness": "clean", "harness_sha256": "ab" * 32, "quick": False, "smoke_test": "PASS (1/1)",
+              "sizes": [size], **values}  # fmt: skip
+    paths.atomic_write(paths.workspace() / "last_run.json", json.dumps(record).encode())
+    return record
+
+
+def test_command_exports_validates_and_uploads(tmp_path, monkeypatch, capsys):
+    """The whole way of one kernel: verdict, export, tests in a fresh process, dry run, upload, get_kernel elsewhere."""
+    import export_hf
+
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text((ROOT / "kernels/rmsnorm.py").read_text())
+    judged(kernel)
+    words = ["export_hf.py", "--name", "my-rms", "--kernel", str(kernel), "--repo-id", "user/my-rms", "--backends",
+             "cpu", "--license", "apache-2.0", "--output", str(tmp_path / "out")]  # fmt: skip
+
+    def run(*more):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        status = export_hf.main()
+        return status, *capsys.readouterr()
+
+    status, out, err = run()
+    folder = tmp_path / "out/my-rms"
+    assert status == 0 and "torch-cpu (passed in Triton's interpreter)" in out, err
+    assert (folder / "torch-ext/my_rms/kernel.py").read_bytes() == kernel.read_bytes()
+    card = (folder / "CARD.md").read_text()
+    for fact in ("NVIDIA H200", "31.23", "1.38x ± 0.4 %", "1.10x", read_kernel(kernel).sha256, "ab" * 32,
+                 "license: apache-2.0", "library_name: kernels"):  # fmt: skip
+        assert fact in card, fact
+    status, _, err = run()
+    assert status == 2 and "exists already" in err and err.count("\n") == 1
+
+    server = LoopbackHub()
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+    monkeypatch.setenv("HF_TOKEN", "hf_not_to_be_shown")
+    monkeypatch.setattr(hub, "validate", lambda folder: {"torch-cpu": "passed"})
+    status, out, _ = run("--upload", "--dry-run")
+    assert status == 0 and "build/torch-cpu/op.py" in out and "README.md" in out and not server.calls
+    server.fail[("POST", "commit/main")] = 413  # the builds arrive, the card does not
+    status, _, err = run("--upload")
+    assert status == 2 and "run the same command again" in err
+    server.fail.clear()
+    status, out, err = run("--upload")
+    assert status == 0 and "0 files sent to v1" in out and "hf_not_to_be_shown" not in out + err
+    assert server.repos["user/my-rms"]["main"]["README.md"] == card.encode()
+    assert "Bearer hf_not_to_be_shown" in server.tokens
+    shown = python(
+        "import torch\nfrom kernels import get_kernel\n"
+        "k = get_kernel('user/my-rms', version=1, trust_remote_code=True)\n"
+        "x, w = torch.randn(3, 77), torch.randn(77)\n"
+        "assert torch.allclose(k.rmsnorm(x, w), torch.rms_norm(x, (77,), w, 1e-6), atol=1e-6)\nprint(k.__file__)",
+        tmp_path, HF_ENDPOINT=server.endpoint)  # fmt: skip
+    assert "kernels--user--my-rms" in shown
+    (folder / "build/torch-cpu/op.py").write_text("changed")
+    status, _, err = run("--upload")
+    assert status == 2 and "differs" in err and "--version 2" in err and err.count("\n") == 1
+    server.close()
+
+
+EVERY = """
+import json, torch
+from pathlib import Path
+from kernels import get_kernel, get_local_kernel
+loaded = {}
+for index, (op, folder) in enumerate(json.loads(Path("projects.json").read_text()).items()):
+    loaded[op] = get_local_kernel(Path(folder)) if index % 2 else get_kernel(f"user/my-{op}", version=1)
+    tests = next(Path(folder, "tests").glob("*.py"))
+    scope = {"__file__": str(tests), "__name__": "tests"}
+    exec(compile(tests.read_text(), str(tests), "exec"), scope)
+    assert scope["kernel"] is loaded[op]
+    dtypes = {case[2] for case in scope["CASES"]}
+    scope["CASES"][:] = scope["CASES"][:3] + scope["CASES"][3::5]
+    for name in [n for n in scope if n.startswith("test_")]:
+        scope[name]()
+    print(op, sorted(dtypes))
+x = torch.randn(5, 7)
+a, b = loaded["softmax"], loaded["reduce"]
+assert a.softmax(x).shape == (5, 7) and b.reduce(x).shape == (5,) and a.__name__ != b.__name__
+"""
+
+
+def test_every_triton_starter_loads_in_a_fresh_process(tmp_path, unchecked):
+    """Values at odd sizes in three dtypes, one compiled graph, no backward; all nine together in one process."""
+    folders = {path.stem: str(exported(path, tmp_path)) for path in TRITON}
+    (tmp_path / "projects.json").write_text(json.dumps(folders))
+    local = ":".join(f"user/my-{op}={folder}" for op, folder in folders.items())
+    lines = python(EVERY, tmp_path, LOCAL_KERNELS=local).splitlines()
+    assert [line.split()[0] for line in lines] == STEMS and len(lines) == 9
+    assert all(line.endswith("['bfloat16', 'float16', 'float32']") for line in lines), lines
+
+
+LLAMA = """
+import re, torch
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=64)
+ids = torch.randint(0, 97, (2, 19))
+padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)}
+for op in ("rmsnorm", "fused_mlp", "rotary_embedding", "flash_attention"):
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+        want, want_padded = model(ids).logits, model(**padded).logits
+    card = Path(f"my-{op.replace('_', '-')}/CARD.md").read_text().replace('"cuda"', '"cpu"')
+    scope = {"model": model}
+    blocks = re.findall(r"```python\\n(.*?)```", card, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block.replace("float16", "float32"), scope)
+    calls = []
+    kernel = scope["kernel"]
+    original = kernel.op.kernel_fn
+    kernel.op.kernel_fn = lambda calls=calls, original=original, **given: calls.append(1) or original(**given)
+    model = scope["model"]
+    with torch.no_grad():
+        got, got_padded = model(ids).logits, model(**padded).logits
+        assert calls, op
+        assert (got - want).abs().max() < 1e-4, (op, (got - want).abs().max())
+        assert (got_padded - want_padded)[:, 3:].abs().max() < 1e-4, op
+        count = len(calls)
+        step = model(ids[:, :9], use_cache=True)
+        step = model(ids[:, 9:10], past_key_values=step.past_key_values).logits
+        assert (step[:, 0] - want[:, 9]).abs().max() < 1e-4, op
+    print(op, count)
+"""
+
+
+def test_transformers_llama_with_the_exported_layers(tmp_path, unchecked):
+    """The card's own code, on a tiny Llama: kernelize and AttentionInterface, with padding and with a cache."""
+    pytest.importorskip("transformers")
+    server = LoopbackHub()
+    for op in ("rmsnorm", "fused_mlp", "rotary_embedding", "flash_attention"):
+        folder = exported(ROOT / f"kernels/{op}.py", tmp_path)
+        builds = {name: path.read_bytes() for name, path in hub._files(folder, True).items()}
+        server.repos[f"user/my-{op}"] = {"main": {}, "v1": builds}
+    assert len(python(LLAMA, tmp_path, HF_ENDPOINT=server.endpoint).splitlines()) == 4
+    server.close()
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CUDA, ids=[p.stem for p in CUDA])
+def test_cuda_starter_is_taken_apart(path):
+    """kernel_fn stays as it was judged; the source moves to a .cu file; every launcher becomes an operator."""
+    source = read_source(path)
+    cuda = export_cuda.read_cuda(source, "my_cuda/my.cu")
+    before, after = source.data.decode(), cuda.python
+    assert before[before.index("\ndef kernel_fn") :] == after[after.index("\ndef kernel_fn") :]
+    assert "from ._cuda import compile_cuda" in after and "autokernel" not in after and "__global__" not in after
+    names = re.findall(r'extern "C" int (\w+)\(', before)
+    assert names and re.findall(r"m.impl\(\"launch_(\w+)\"", cuda.binding) == names
+    assert cuda.defines == source.config and f"#define {next(iter(source.config))} " in cuda.text
+
+
+HOST_KERNEL = '''
+import torch
+from autokernel.cuda import compile_cuda
+
+KERNEL_TYPE = "rmsnorm"
+BACKEND = "cuda"
+CONFIG = {"TWO": 2}
+CUDA_SRC = r"""
+#include <cmath>
+extern "C" int rms(const float* x /* strided */, const float* weight, const int* none /* optional */, float* out,
+                   unsigned rows, int columns, long long row_stride, float eps, double scale, bool wanted,
+                   cudaStream_t stream) {
+    if (none || !wanted || TWO != 2 || scale != 0.5 || stream) return 1;
+    for (unsigned r = 0; r < rows; r++) {
+        float sum = 0;
+        for (int c = 0; c < columns; c++) sum += x[r * row_stride + c] * x[r * row_stride + c];
+        for (int c = 0; c < columns; c++)
+            out[r * columns + c] = x[r * row_stride + c] / std::sqrt(sum / columns + eps) * weight[c];
+    }
+    return rows == 7 ? 1 : 0;
+}
+"""
+
+
+def kernel_fn(x, weight, eps=1e-6):
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.shape[0] if x.shape[0] != 5 else -5
+    compile_cuda(CUDA_SRC, defines=CONFIG).rms(x, weight, None, out, rows, x.shape[1], x.stride(0), eps, 0.5, True)
+    return out
+'''
+
+RUN_HOST_KERNEL = """
+import torch
+from pathlib import Path
+from kernels import get_local_kernel
+kernel = get_local_kernel(next(Path("my-host/build").iterdir()))
+x, weight = torch.randn(3, 14)[:, :11], torch.rand(11)
+assert torch.allclose(kernel.rmsnorm(x, weight, 0.5), kernel.reference.rmsnorm(x, weight, 0.5), atol=1e-6)
+compiled = torch.compile(kernel.rmsnorm, fullgraph=True, backend="aot_eager")
+assert torch.equal(compiled(x, weight), kernel.rmsnorm(x, weight))
+for rows, words in {5: "rows is -5: out of range", 7: "launcher rms: CUDA error 1: invalid argument"}.items():
+    try:
+        kernel.rmsnorm(torch.ones(rows, 11), weight)
+        raise AssertionError(words)
+    except RuntimeError as error:
+        assert words in str(error), error
+for bad, words in ((weight.double(), "weight is torch.float64"), (weight[:3], "axis dim is 3 in weight and 11")):
+    try:
+        kernel.rmsnorm(x, bad)
+        raise AssertionError(words)
+    except ValueError as error:
+        assert words in str(error), error
+"""
+
+
+@needs_nvcc
+def test_binding_passes_every_kind_of_argument(tmp_path, unchecked, monkeypatch):
+    """A launcher that computes on the host, through the generated library: pointers, None, integers, floats, bool."""
+    made = export_cuda.binding
+
+    def on_host(*given):
+        text = made(*given).replace("t.is_cuda()", "true").replace("const DeviceGuard ak_guard(ak_device)", "(void)0")
+        text = text.replace("if (code == 0) code = cudaGetLastError();", "")  # there is no driver here
+        return text.replace("void* const ak_stream = stream_of(ak_device)", "void* const ak_stream = nullptr")
+
+    monkeypatch.setattr(export_cuda, "binding", on_host)
+    kernel = tmp_path / "host.py"
+    kernel.write_text(HOST_KERNEL)
+    folder = exported(kernel, tmp_path, "my-host")
+    variant = next((folder / "build").iterdir())
+    (variant / "op.py").write_text((variant / "op.py").read_text().replace('DEVICES = ("cuda",)', 'DEVICES = ("cpu",)'))
+    python(RUN_HOST_KERNEL, tmp_path, interpret=False)
+
+
+@needs_nvcc
+def test_cuda_build_loads_without_a_gpu(tmp_path):
+    """nvcc's library for Hopper: made, named, validated as far as it goes here, loaded, and clear about the device."""
+    found = export(Project("my-rms", force=True), read_source(ROOT / "kernels/cuda/rmsnorm.py"), tmp_path / "my-rms")
+    assert re.fullmatch(r"torch-stable-abi211-cu\d+-\w+-linux", found["variants"][0])
+    assert list(found["validated"].values()) == ["not run: no GPU here"]
+    with pytest.raises(ExportError, match="not run: no GPU here: upload from a machine that can run it"):
+        (tmp_path / "my-rms/build.toml").write_text(
+            (tmp_path / "my-rms/build.toml").read_text() + '[general.hub]\nrepo-id = "user/my-rms"\n'
+        )
+        hub.upload(Project("my-rms", "user/my-rms"), tmp_path / "my-rms")
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, hint", [("My-Kernel", "my-kernel"), ("my_kernel", "my-kernel"), ("1st", "st"),
+                                        ("x", "my-kernel"), ("a--b", "a-b"), ("../up", "up"), ("é", "my-kernel")])
+def test_bad_names_come_with_a_good_one(name, hint):
+    with pytest.raises(ExportError, match=f"--name {hint}$"):
+        Project(name)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"repo_id": "my-rms"}, "USER/NAME is wanted"), ({"repo_id": "user/a b"}, "USER/NAME is wanted"),
+    ({"version": 0}, "count from 1"), ({"license": "MIT-ish"}, "none that the Hub knows"),
+    ({"backends": ("triton",)}, "cuda,rocm,cpu"),
+])
+def test_bad_options_are_named(options, words):
+    with pytest.raises(ExportError, match=words):
+        Project("my-rms", **options)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"outcome": "FAIL", "reason": "wrong sums"}, "its verdict is FAIL: wrong sums"), ({"quick": True}, "--quick only"),
+    ({"harness": "dirty"}, "own files had been changed"),
+    ({"source_sha256": "cd" * 32}, "differs from the one that passed"),
+])
+def test_a_kernel_without_a_verdict_is_refused(tmp_path, change, words):
+    path = ROOT / "kernels/rmsnorm.py"
+    with pytest.raises(ExportError, match="never judged.*bench.py --kernel"):
+        export(Project("my-rms"), read_source(path), tmp_path / "out/my-rms")
+    judged(path, **change)
+    with pytest.raises(ExportError, match=words):
+        export(Project("my-rms"), read_source(path), tmp_path / "out/my-rms")
+    assert not (tmp_path / "out").exists()
+    forced = exporter.card(Project("my-rms", force=True), read_source(path), ops.get("rmsnorm"), {}, words, [])
+    assert f"**Not accepted by the judge**: {words}" in forced
+
+
+@pytest.mark.parametrize("text, words", [
+    ("import numpy\n", "imports numpy"), ("from autokernel import ops\n", "imports autokernel"),
+    ("from . import x\n", "imports"),
+])
+def test_imports_that_the_loader_has_not_are_refused(tmp_path, text, words):
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(text + (ROOT / "kernels/rmsnorm.py").read_text())
+    with pytest.raises(ExportError, match=words):
+        read_source(kernel)
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ('extern "C" int rms', "int rms", "no launcher"),
+    ("compile_cuda(CUDA_SRC, defines=CONFIG)", "compile_cuda(x.source)", "known only in the call"),
+    ("compile_cuda(CUDA_SRC, defines=CONFIG)", "compile_cuda(CUDA_SRC, arch='sm_80')", "known: source, defines, flags"),
+    ("    return out", "    compile_cuda(CUDA_SRC)\n    return out", "found 1 and 2"),
+    ("const float* x", "float** x", "which no argument converts to"),
+])
+def test_cuda_sources_without_one_clear_library_are_refused(tmp_path, old, new, words):
+    kernel = tmp_path / "host.py"
+    kernel.write_text(HOST_KERNEL.replace(old, new))
+    with pytest.raises(KernelError, match=words):
+        export(Project("my-host", force=True), read_source(kernel), tmp_path / "out/my-host")
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_nothing_is_left_of_a_failed_export(tmp_path):
+    """A kernel whose own tests fail in the fresh process is not exported; the line says which."""
+    kernel = tmp_path / "kernel.py"
+    text = (ROOT / "kernels/rmsnorm.py").read_text()
+    kernel.write_text(text.replace("    return out\n", "    return out + 1\n"))
+    with pytest.raises(ExportError, match="fails its own tests"):
+        export(Project("my-rms", backends=("cpu",), force=True), read_source(kernel), tmp_path / "out/my-rms")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_best_record_and_kept_kernels(tmp_path, monkeypatch):
+    """The record on a GPU counts more than one without; --target and --all read the ledger."""
+    from autokernel.records import Ledger, Row
+
+    path = ROOT / "kernels/softmax.py"
+    record = judged(path)
+    worse = {**record, "device": "cpu", "sizes": [], "started": "2026-12-01T00:00:00Z"}
+    paths.atomic_write(paths.workspace() / "experiments/3/record.json", json.dumps(worse).encode())
+    assert verdict(read_source(path)) == (record, "")
+    ledger = Ledger()
+    with pytest.raises(ExportError, match="no target has a kept kernel"):
+        exporter.kept_targets()
+    rows = [("1_softmax", "baseline", b"1"), ("1_softmax", "keep", b"2"), ("1_softmax", "revert", b"3"),
+            ("10_matmul", "keep", b"4"), ("2_reduce", "revert", b"5")]  # fmt: skip
+    for target, decision, source in rows:
+        ledger.append(Row(None, kernel_type="x", target=target, decision=decision, correctness="PASS"), source)
+    assert exporter.kept_targets() == ["1_softmax", "10_matmul"]
+    assert exporter.kept_kernel("1_softmax").read_bytes() == b"2"
+    with pytest.raises(ExportError, match="targets with one: 10_matmul, 1_softmax"):
+        exporter.kept_kernel("2_reduce")
+
+
+@pytest.mark.parametrize("status, words", [(401, "hf auth login"), (403, "approval"), (404, "check --repo-id"),
+                                           (None, "no connection")])
+def test_every_answer_of_the_hub_has_a_remedy(tmp_path, monkeypatch, status, words):
+    server = LoopbackHub()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+    monkeypatch.setenv("HF_TOKEN", "hf_not_to_be_shown")
+    if status:
+        server.fail[("POST", "repos/create")] = status
+    else:
+        server.close()
+    with pytest.raises(ExportError, match=words) as caught:
+        with hub._one_line_errors(Project("my-rms", "user/my-rms")):
+            hub._send(Project("my-rms", "user/my-rms"), {"v1": {}, "main": {}}, False)
+    assert "\n" not in str(caught.value) and "hf_not" not in str(caught.value)
+
+
+def test_a_tenth_operator_needs_no_change_here(tmp_path, unchecked, monkeypatch):
+    """Names, axes, formula and output rule come from the spec alone; an option that the kernel lacks is left out."""
+    spec = replace(ops.get("softmax"), name="tenth")
+    narrow = exporter.narrowed(ops.get("matmul"), ("A", "B"))
+    assert narrow.schema() == "(Tensor A, Tensor B) -> Tensor"
+    source = read_kernel(ROOT / "kernels/softmax.py")
+    files = exporter.package(Project("my-tenth"), source, spec, None)
+    assert "def tenth(x: Tensor, dim: int = -1) -> Tensor:" in files["op.py"] and "layers.py" not in files
+    compile(files["op.py"], "op.py", "exec"), compile(files["reference.py"], "reference.py", "exec")
