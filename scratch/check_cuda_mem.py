@@ -26,20 +26,8 @@ TOLERANCE = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 1e-5}
 OPS = ("softmax", "layernorm", "rmsnorm", "cross_entropy", "rotary_embedding", "reduce")
 
 
-PLAIN_STORE = "*reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);"
-STREAMED = {
-    PLAIN_STORE: "__stcs(reinterpret_cast<uint4*>(out), *reinterpret_cast<const uint4*>(&packed));",
-    **{
-        f"*reinterpret_cast<Vec<T, N>*>(target + {half}_at) = new_{half};": f"if constexpr (N * sizeof(T) == 16) "
-        f"__stcs(reinterpret_cast<uint4*>(target + {half}_at), reinterpret_cast<const uint4&>(new_{half}));"
-        f"else *reinterpret_cast<Vec<T, N>*>(target + {half}_at) = new_{half};"
-        for half in ("low", "high")
-    },
-}
-
-
-def load(name, ldcs=False, stcs=False, **config):
-    """The starter with other CONFIG values; ldcs, stcs: its 16-byte loads or stores made streaming (evict-first)."""
+def load(name, **config):
+    """The starter with other CONFIG values."""
     spec = importlib.util.spec_from_file_location(f"{name}_{time.monotonic_ns()}", ROOT / f"kernels/cuda/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,14 +35,6 @@ def load(name, ldcs=False, stcs=False, **config):
     if unknown:
         raise KeyError(f"kernels/cuda/{name}.py has no {unknown}; it has {list(module.CONFIG)}")
     module.CONFIG.update(config)
-    plain = module.CUDA_SRC
-    if ldcs:
-        module.CUDA_SRC = module.CUDA_SRC.replace("__ldg(", "__ldcs(")
-    if stcs:
-        for old, new in STREAMED.items():
-            module.CUDA_SRC = module.CUDA_SRC.replace(old, new)
-    if (ldcs or stcs) and module.CUDA_SRC == plain:
-        raise ValueError(f"kernels/cuda/{name}.py: nothing to replace for {'ldcs' if ldcs else 'stcs'}")
     return module
 
 
@@ -297,16 +277,16 @@ BENCH = {  # shape: floor of the ratio to PyTorch
 }
 VARIANTS = {
     "softmax": [
-        {"WIDE_THREADS": 512},
-        {"WIDE_THREADS": 512, "SHARED_KB": 112},
+        {"WIDE_THREADS": 1024},
         {"WIDE_THREADS": 768},
-        {"stcs": True},
-        {"VECS": 8},
+        {"WIDE_THREADS": 512, "SHARED_KB": 112},
+        {"WIDE_THREADS": 256, "SHARED_KB": 75},
+        {"VECS": 4},
     ],
-    "layernorm": [{"VECS": 4}, {"MAX_THREADS": 128}, {"MAX_THREADS": 512}, {"stcs": True}, {"ldcs": True}],
-    "rmsnorm": [{"VECS": 8}, {"VECS": 8, "MAX_THREADS": 128}, {"MAX_THREADS": 512}, {"stcs": True}, {"ldcs": True}],
+    "layernorm": [{"VECS": 4}, {"MAX_THREADS": 256}],
+    "rmsnorm": [{"VECS": 8}, {"MAX_THREADS": 512}],
     "cross_entropy": [{"STAGES": 8}, {"STAGES": 6}, {"MAX_THREADS": 128}, {"MAX_THREADS": 512}],
-    "rotary_embedding": [{"HEADS": 4}, {"HEADS": 1}, {"THREADS": 128}, {"HEADS": 4, "THREADS": 128}, {"stcs": True}],
+    "rotary_embedding": [{"HEADS": 4}, {"HEADS": 1}, {"THREADS": 128}, {"HEADS": 4, "THREADS": 128}],
     "reduce": [{"BATCH": 8}, {"THREADS": 512}],
 }
 

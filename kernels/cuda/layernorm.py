@@ -3,8 +3,8 @@
 A row is read once, in 16-byte accesses, and stays in registers until the store: 2 bytes moved per fp16 element and
 direction; weight and bias come from L1. Each thread computes count, mean and squared deviations of its part; the parts
 merge as in Chan's form of Welford's algorithm, so that one reduction gives both moments. Up to a warp takes a narrow
-row, a block of up to MAX_THREADS threads a row of up to 16,384 fp16 values, a cluster of blocks a wider one; only
-beyond 131,072 is a row read again.
+row, a block of up to MAX_THREADS threads a row of up to 8,192 fp16 values, a cluster of blocks a wider one; only
+beyond 65,536 is a row read again.
 """
 
 from functools import lru_cache
@@ -18,7 +18,7 @@ BACKEND = "cuda"
 
 # VECS: 16-byte vectors that a thread holds; MAX_THREADS: a block before a row is split over a cluster; MAX_CLUSTER:
 # blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
-CONFIG = {"VECS": 8, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
+CONFIG = {"VECS": 8, "MAX_THREADS": 128, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>

@@ -98,8 +98,8 @@ template <typename T, int N> __device__ void store(T* out, const float (&y)[N]) 
     Vec<T, N> packed;
     #pragma unroll
     for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    asm("" : "+l"(out));        // opaque: or else a loop has a pointer, and a small store, for each part of the vector
-    *reinterpret_cast<Vec<T, N>*>(out) = packed;
+    if constexpr (N == 1) *out = packed.x[0];                                // an assignment would become small stores
+    else __stwb(reinterpret_cast<uint4*>(out), reinterpret_cast<const uint4&>(packed));
 }
 
 // ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
@@ -212,7 +212,8 @@ __device__ void normalise(Row<T, KEEP, ALIGNED>& mine, T* out_row, int cluster, 
     });
 }
 
-template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
+template <typename T, int KEEP, bool ALIGNED>
+__global__ void __launch_bounds__(MAX_THREADS, std::is_same_v<T, __half> ? 2 : 1)       // the others would spill
 softmax_rows(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride, int cluster) {
     cluster_arrive(cluster);
     const i64 last = n_rows - 1, at = i64(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
