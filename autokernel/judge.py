@@ -253,10 +253,11 @@ def near_duplicate_fault(bench: Bench, worker: Worker, case: Case, limits: Limit
 
 
 def _nudge(tensors: dict[str, torch.Tensor], change: str) -> None:
-    """Change one random element of a random tensor, or swap two."""
+    """Change one random element of a random tensor, or swap two that differ."""
     dice = random.SystemRandom()
     target = dice.choice([t for t in tensors.values() if t.is_floating_point() and t.numel() > 1])
-    here, there = (tuple(dice.randrange(n) for n in target.shape) for _ in range(2))
+    pairs = [[tuple(dice.randrange(n) for n in target.shape) for _ in range(2)] for _ in range(8)]
+    here, there = max(pairs, key=lambda pair: abs(float(target[pair[0]]) - float(target[pair[1]])))
     if change == "one element changed":
         target[here] = 8.0 + abs(target[here])
     elif change == "two elements swapped":
