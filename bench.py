@@ -6,7 +6,7 @@ status 0 only on PASS, 1 on any other verdict, 2 when nothing could be judged (b
 
     uv run bench.py                                   # kernel.py at the operator's main sizes
     uv run bench.py --kernel kernels/softmax.py --sizes all
-    uv run bench.py --quick                           # smoke test and timing only: never keepable
+    uv run bench.py --quick                           # smoke test, determinism, timing: never keepable
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def main() -> int:
     args = parser().parse_args()
     args.best = args.best or best_kernel(args.kernel)
     try:
-        required(args.allow_dirty_harness)
+        harness = required(args.allow_dirty_harness)
     except HarnessChanged as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     with launcher(ahead=0 if args.calibrate else wanted(args.kernel, bool(args.best))) as children:
-        return judge(args, children)
+        return judge(args, children, harness)
 
 
-def judge(args: argparse.Namespace, children) -> int:
+def judge(args: argparse.Namespace, children, harness) -> int:
     # only now: the children import PyTorch while we do
     from autokernel import report
     from autokernel.gpu import GpuTableError
@@ -79,7 +79,7 @@ def judge(args: argparse.Namespace, children) -> int:
             return 0
         (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
-            record = run(Options(**{name: getattr(args, name) for name in names}), children, progress)
+            record = run(Options(**{name: getattr(args, name) for name in names}), children, progress, harness)
         record.write()
     except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)

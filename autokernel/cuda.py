@@ -62,6 +62,7 @@ from autokernel.cuda_source import (
     parse_resources,
     triton_resources,
 )
+from autokernel.paths import cache_dir
 
 __all__ = [
     "CudaArgumentError", "CudaCompileError", "CudaCompilerMissing", "CudaError", "CudaLaunchError", "CudaModule",
@@ -142,12 +143,6 @@ def cuda_arch() -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # wgmma, setmaxnreg, tcgen05: 'a' targets only
 
 
-def cache_dir() -> Path:
-    """Where compiled sources are kept."""
-    base = os.environ.get("AUTOKERNEL_CACHE")
-    return Path(base or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autokernel") / "cuda"
-
-
 def _cutlass(source: str) -> list[str]:
     """Include options for a source that includes CUTLASS or CuTe headers; none where they are not installed."""
     if not re.search(r"^\s*#\s*include\s*[<\"](?:cutlass|cute)/", source, re.M):
@@ -205,7 +200,7 @@ def compile_cuda(
     options = [f"-gencode=arch=compute_{arch[3:]},code={arch}", *FLAGS, *flags, *_cutlass(source)]
     options += [f"-D{name}={value}" for name, value in sorted(defines.items())]
     key = hashlib.sha256("\0".join([text, _version(nvcc), *options]).encode()).hexdigest()[:32]
-    folder = cache_dir() / key[:2] / key
+    folder = cache_dir() / "cuda" / key[:2] / key
     library, record = folder / "kernel.so", folder / "kernel.json"
     cached = record.exists()  # written last: where it is, the library is whole
     if not cached:

@@ -23,7 +23,6 @@ from autokernel.worker import Layout, Worker, WorkerFailure, strings
 
 START_SECONDS = 180  # import torch, open the device; a cold disk takes a minute
 OUT_OF_MEMORY = "no memory is left for the judge beside the kernel's process, which must not keep so much"
-OUTCOMES = ("PASS", "FAIL", "TIMEOUT", "CRASH")
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Limits:
 
 @dataclass
 class Stage:
-    """What one stage found. outcome is one of OUTCOMES, or "not run" after an earlier failure."""
+    """What one stage found. outcome is one of records.OUTCOMES, or "not run" after an earlier failure."""
 
     name: str
     outcome: str = "not run"
@@ -122,9 +121,15 @@ class Bench:
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
-    def load_kernel(self, worker: Worker, limits: Limits) -> dict[str, Any]:
-        worker.share(self.flush_bytes, START_SECONDS)
+    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> dict[str, Any]:
+        worker.share(self.flush_bytes, START_SECONDS, confined)
         return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+
+    def stage_fresh(self, worker: Worker, case: Case) -> Layout:
+        """Stage content for a call whose output nobody will compare; returns the case's layout."""
+        layout = self.layout(case)
+        worker.stage(layout, self.draw(case, layout))
+        return layout
 
     def compile_ahead(self, source: KernelSource, cases: list[Case], limits: Limits) -> None:
         """Call a new kernel on its cases in several children at once, to fill its compile cache. Nothing is judged.
@@ -145,9 +150,7 @@ class Bench:
         try:
             self.load_kernel(worker, limits)
             for case in cases:
-                layout = self.layout(case)
-                worker.stage(layout, self.draw(case, layout))
-                worker.call(layout, case.scalars, limits.call)
+                worker.call(self.stage_fresh(worker, case), case.scalars, limits.call)
         except WorkerFailure:
             pass
         finally:

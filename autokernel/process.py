@@ -112,13 +112,18 @@ def kernel_cache(source: bytes) -> Path:
     return cache_dir() / "kernels" / hashlib.sha256(source).hexdigest()[:32]
 
 
+def compiled_mark(cache: Path) -> Path:
+    """There once every variant of a kernel has been compiled into its cache."""
+    return cache / "compiled"
+
+
 def wanted(kernel: Path, best: bool) -> int:
     """How many children a run of this kernel will need soon: the kernel, PyTorch, the best one, and compilers."""
     if not kernel.is_file() or not Path("/dev/nvidiactl").exists():
         return 2 + best
     source = kernel.read_bytes()
     one_piece = re.search(rb"^BACKEND\s*=\s*.cuda", source, re.MULTILINE)  # nvcc compiles a source once, whole
-    return 2 + best + (0 if one_piece or (kernel_cache(source) / "compiled").exists() else max(0, compilers()))
+    return 2 + best + (0 if one_piece or compiled_mark(kernel_cache(source)).exists() else max(0, compilers()))
 
 
 class Launcher:

@@ -20,11 +20,11 @@ from autokernel import calibrate as calibration_run
 from autokernel import counters, gpu, integrity, ops
 from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
-from autokernel.process import Launcher
+from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
 from autokernel.review import scan, vendor_calls
 from autokernel.source import KernelError, read_kernel
-from autokernel.spec import STAGES, Case, OpSpec
+from autokernel.spec import STAGES, Case
 from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, foul_play, time_case
 from autokernel.worker import Worker, WorkerFailure
@@ -69,13 +69,19 @@ class UsageError(ValueError):
     """An option that cannot be honoured; one line with what is allowed."""
 
 
-def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = lambda text: None) -> RunRecord:
+def run(
+    options: Options,
+    launcher: Launcher,
+    progress: Callable[[str], None] = lambda text: None,
+    harness: integrity.Harness | None = None,
+) -> RunRecord:
     """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
 
+    harness: what `integrity.required` has found already, where the caller asked it.
     Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
     started, clock = now(), time.perf_counter()
-    harness = integrity.required(options.allow_dirty_harness)
+    harness = harness or integrity.required(options.allow_dirty_harness)
     target = active_target()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     values: dict[str, Any] = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run")
@@ -93,8 +99,7 @@ def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = 
         except KernelError as error:
             raise UsageError(f"--best: {error}") from None
         values["best_sha256"] = best.sha256 if best else None
-        session = _Session(ops.get(source.kernel_type), source, best, device, options, target, progress)
-        session.digest = harness.sha256
+        session = _Session(source, best, device, options, target, progress, harness.sha256)
         with gpu_lock(device):
             values |= session.run(launcher)
     except KernelError as error:
@@ -109,13 +114,13 @@ def run(options: Options, launcher: Launcher, progress: Callable[[str], None] = 
 class _Session:
     """The steps of one run, with what they share."""
 
-    def __init__(self, spec: OpSpec, source, best, device, options: Options, target: Target | None, progress):
-        self.spec, self.source, self.best, self.options = spec, source, best, options
-        self.device, self.progress, self.target = device, progress, target
+    def __init__(self, source, best, device, options: Options, target: Target | None, progress, digest: str):
+        self.spec, self.source, self.best, self.options = ops.get(source.kernel_type), source, best, options
+        self.device, self.progress, self.target, self.digest = device, progress, target, digest
         self.limits = Limits(call=options.timeout, load=options.timeout)
         self.laps: dict[str, float] = {}  # where the time of a run went
         self._lap = time.perf_counter()
-        self.dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
+        self.dtype = options.dtype or (target.dtype if target else self.spec.dtypes[0])
 
     def lap(self, name: str) -> None:
         """Note the seconds since the last lap."""
@@ -189,7 +194,7 @@ class _Session:
         return values | {"compile_seconds": time.perf_counter() - began, **candidate.resources()}
 
     def _compile_ahead(self, bench: Bench, candidate: Worker, cases: list[Case]) -> None:
-        done = candidate.cache / "compiled"  # so that a source is compiled ahead once, not in every run
+        done = compiled_mark(candidate.cache)  # so that a source is compiled ahead once, not in every run
         if bench.on_gpu and not done.exists():
             if self.source.backend != "cuda":  # one source, compiled whole by the smoke test
                 self.progress("compiling")
@@ -224,8 +229,7 @@ class _Session:
 
     def _looked_into(self, bench: Bench, worker: Worker, case: Case) -> dict[str, Any]:
         """What the kernel is made of: resources, library calls, and a profile if one was asked for."""
-        layout = bench.layout(case)
-        worker.stage(layout, bench.draw(case, layout))
+        layout = bench.stage_fresh(worker, case)
         values: dict[str, Any] = worker.resources()
         library = vendor_calls(*worker.audit(layout, case.scalars, self.limits.call))
         values |= {"vendor_library": bool(library), "vendor_calls": library, "confinement": worker.confinement}
@@ -245,10 +249,8 @@ class _Session:
             if not bench.on_gpu:
                 raise counters.CountersMissing("no GPU here")
             worker = bench.open_kernel(self.source, [case], tuple(counters.command()))
-            worker.share(bench.flush_bytes, START_SECONDS, confined=False)
-            worker.ask("load", self.limits.load, path=str(worker.folder / "kernel.py"))
-            layout = bench.layout(case)
-            worker.stage(layout, bench.draw(case, layout))
+            bench.load_kernel(worker, self.limits, confined=False)
+            layout = bench.stage_fresh(worker, case)
             worker.count(layout, case.scalars, 3 * self.limits.call)  # each kernel is replayed for groups of metrics
             return {"counters": counters.read(worker)}
         except (counters.CountersMissing, WorkerFailure) as error:
@@ -265,8 +267,7 @@ class _Session:
             self.progress("torch.compile max-autotune, once per shape and device")
             try:
                 for case in timed:
-                    layout = bench.layout(case)
-                    workers["compiled"].stage(layout, bench.draw(case, layout))
+                    layout = bench.stage_fresh(workers["compiled"], case)
                     workers["compiled"].call(layout, case.scalars, AUTOTUNE_SECONDS)
             except WorkerFailure as failure:
                 raise HarnessFailure(f"torch.compile failed; run without --compile-baseline: {failure}") from None

@@ -197,9 +197,6 @@ class OpSpec:
 
     # ---- cases -------------------------------------------------------------------------------------------------
 
-    def size_named(self, name: str, on_gpu: bool) -> Size:
-        return (self.shapes if on_gpu else self.cpu_shapes)[name]
-
     def optional_names(self) -> tuple[str, ...]:
         return tuple(n for n, a in self.args.items() if a.optional) + tuple(self.scalars)
 
@@ -298,17 +295,13 @@ def _axis(axis: str) -> tuple[str, int]:
     return match[1], int(match[2] or 1)
 
 
-LAYOUTS = {
-    "contiguous": "as torch.empty makes it",
-    "transposed": "the last two axes stored swapped: a Linear's weight.t()",
-    "heads": "(batch, heads, seq, dim) stored as (batch, seq, heads, dim)",
-    "padded": "rows cut out of a wider tensor: 16-byte aligned",
-    "odd": "rows cut out of a wider tensor at an odd element: aligned to one element only",
-}
-
-
 def strides_of(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int]:
-    """Strides and storage offset, in elements, of a shape in one of LAYOUTS."""
+    """Strides and storage offset, in elements, of a shape in a storage layout.
+
+    contiguous: as torch.empty makes it. transposed: the last two axes stored swapped, a Linear's weight.t(). heads:
+    (batch, heads, seq, dim) stored as (batch, seq, heads, dim). padded: rows cut out of a wider tensor, 16-byte
+    aligned. odd: the same at an odd element, aligned to one element only.
+    """
     order = list(range(len(shape)))
     if layout == "transposed" and len(shape) >= 2:
         order[-2:] = order[-1], order[-2]
