@@ -417,6 +417,7 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
                 result = copied.call_function(overload(which), (result, *arguments))
         copied.erase_node(anchor)
         output.replace_all_uses_with(result)
+        copies[site.output] = result  # what a site further on reads
     for node in copied.nodes:
         if name(node) == "view":  # a kernel's result may lie otherwise in memory than the original's
             node.target = torch.ops.aten.reshape.default
