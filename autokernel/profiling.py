@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx as fx
 from torch.profiler import ProfilerActivity, record_function
 
 from autokernel import gpu
-from autokernel.graph import VIEWS, Capture, Graph, View, execute, flops, interpret, module_path, name, shape, value
+from autokernel.graph import VIEWS, Capture, Graph, View, flops, module_path, name, shape, value
 from autokernel.models import Loaded
 from autokernel.sites import Found, Site, find
 
@@ -249,7 +250,7 @@ def profile(
     progress("timing each site")
     calls = _calls_per_forward(capture, run)
     for graph in capture.graphs:
-        graph.run = _instrumented(graph)
+        graph.run = _Instrumented(graph).run
     activity = traced(run, loaded.device)
     for graph in capture.graphs:
         graph.run = None
@@ -264,14 +265,18 @@ def _calls_per_forward(capture: Capture, run: Callable[[], Any]) -> dict[int, in
     return {g.index: g.calls - n for g, n in zip(capture.graphs, before, strict=False)}
 
 
-def _instrumented(graph: Graph) -> Callable:
-    labels = {node: f"{RANGE}{graph.index}.{i}" for i, node in enumerate(graph.module.graph.nodes)}
+class _Instrumented(fx.Interpreter):
+    """Runs a graph with each operator in a range of its own."""
 
-    def call(node, env):
-        with record_function(labels[node]):
-            return execute(node, env, graph.module)
+    def __init__(self, graph: Graph):
+        super().__init__(graph.module)
+        self.labels = {node: f"{RANGE}{graph.index}.{i}" for i, node in enumerate(graph.module.graph.nodes)}
 
-    return lambda *inputs: interpret(graph.module, inputs, call)
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        with record_function(self.labels[n]):
+            return super().run_node(n)
 
 
 def _capture_notes(capture: Capture) -> list[str]:
@@ -328,7 +333,7 @@ def _assembled(loaded, capture, found: Found, activity, calls, modes, as_is_ms, 
 
 
 def _nodes(capture: Capture):
-    return [(g, n) for g in capture.graphs if g.module is not None for n in g.module.graph.nodes]
+    return [(g, n) for g in capture.graphs if g.calls for n in g.module.graph.nodes]
 
 
 def _labelled(capture: Capture):

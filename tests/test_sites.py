@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from autokernel import ops, sites
+from autokernel import graph, ops, sites
 from autokernel.graph import Capture, View, default_eps, flops, name
 from models.bert_base import BertModel
 from models.gpt2 import GPT2
@@ -411,3 +411,13 @@ def test_shapes_strides_and_places_of_llama():
 
 def test_every_operator_has_sites():
     assert all(ops.get(op).sites and ops.get(op).scaled for op in ops.names())
+
+
+def test_a_graph_that_cannot_be_lowered_has_no_known_flops(monkeypatch):
+    def fail(source, inputs):
+        raise NotImplementedError("no such operator")
+
+    monkeypatch.setattr(graph, "lower", fail)
+    captured, found = capture(nn.Linear(DIM, 7), torch.randn(X))
+    assert captured.graphs[0].problem == "NotImplementedError: no such operator" and not found.sites
+    assert sum(flops(n) for n in captured.graphs[0].module.graph.nodes) == 0
