@@ -126,7 +126,7 @@ class Site:
             lines.append(f"{argument} = {seen}".rstrip())
         for i, node in enumerate(self.nodes):
             labels[node] = f"%{i}"
-            args, kwargs = _mapped(node, lambda given: labels.get(given, given) if isinstance(given, fx.Node) else given)
+            args, kwargs = _mapped(node, lambda a: labels.get(a, a) if isinstance(a, fx.Node) else a)
             words = [str(a).replace("'", "") for a in args] + [f"{k}={v}" for k, v in kwargs.items()]
             lines.append(f"%{i} = {node.target if isinstance(node.target, torch._ops.OpOverload) else name(node)}"
                          f"({', '.join(words)})")  # fmt: skip

@@ -48,11 +48,11 @@ def counts(found):
 
 def replaced(captured, found):
     """The model's output with every site computed by the operator's reference."""
-    for graph in captured.graphs:
-        here = [s for s in found.sites if s.graph is graph]
+    for own in captured.graphs:
+        here = [s for s in found.sites if s.graph is own]
         kernels = {s: counted(s) for s in here}
-        graph.run = sites.replace(graph, kernels)
-        called = [n.target for n in graph.run.graph.nodes if n.op == "call_function"]
+        own.run = sites.replace(own, kernels)
+        called = [n.target for n in own.run.graph.nodes if n.op == "call_function"]
         assert all(called.count(kernel) == 1 for kernel in kernels.values())  # also where one reads another's result
 
 

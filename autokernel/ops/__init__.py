@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections.abc import Callable
+from random import Random
 
 from autokernel.graph import CASTS, View, name, number, only_user, operand, pairs, shape, strip
-from autokernel.spec import OpSpec, SpecError
+from autokernel.spec import OpSpec, Size, SpecError
 
 
 def names() -> list[str]:
@@ -22,43 +24,51 @@ def get(name: str) -> OpSpec:
     return importlib.import_module(f"{__name__}.{name}").SPEC
 
 
-# ---- what the two norms share -----------------------------------------------------------------------------------
+# ---- what several operators share: sizes and contents -----------------------------------------------------------
 
-NORM_CONTENTS = {
-    name: {"x": kind}
-    for name, kind in {
-        "large": "large",
-        "near_max": "near_max",
-        "offset": "offset",
-        "mixed_scale": "wide",
-        "spike": "spike",
-        "swamp": "swamp",
-        "constant": "constant_rows",
-        "tiny": "tiny",
-        "zeros": "zeros",
-    }.items()
+# (rows, width) that no block size divides, and real vocabularies; the second is for Triton's interpreter
+ROW_EDGES = {
+    "one": ((1, 1), (1, 1)),
+    "narrow": ((1023, 3), (33, 3)),
+    "off_grid": ((7, 1023), (5, 1023)),
+    "4097": ((5, 4097), (1, 4097)),
+    "50257": ((3, 50257), (1, 50257)),
+    "151936": ((2, 151936), (1, 151936)),
 }
 
 
-def elements(size) -> int:
-    """Elements of a (*rows, dim) tensor."""
-    return math.prod(size["rows"]) * size["dim"]
+def row_edges(
+    size: Callable[[int, int], Size], on_gpu: bool, names: str = " ".join(ROW_EDGES), **more: Size
+) -> dict[str, Size]:
+    """Odd sizes of an operator that works along rows, and more of its own; size: (rows, width) -> its size."""
+    return {name: size(*ROW_EDGES[name][0 if on_gpu else 1]) for name in names.split()} | more
 
 
-def norm_hidden(rng, on_gpu):
-    return {"rows": (rng.randint(1, 700 if on_gpu else 9),), "dim": rng.randint(2, 9000 if on_gpu else 700)}
+def row_hidden(size: Callable[[int, int], Size]) -> Callable[[Random, bool], Size]:
+    return lambda rng, on_gpu: size(rng.randint(1, 600 if on_gpu else 9), rng.randint(2, 9000 if on_gpu else 700))
 
 
-def norm_edges(on_gpu):
-    wide = 1 if not on_gpu else 3
-    return {
-        "one": {"rows": (1,), "dim": 1},
-        "narrow": {"rows": (1023 if on_gpu else 33,), "dim": 3},
-        "off_grid": {"rows": (5,), "dim": 1023},
-        "4097": {"rows": (wide,), "dim": 4097},
-        "50257": {"rows": (wide,), "dim": 50257},
-        "three_axes": {"rows": (2, 3, 5), "dim": 77},
-    }
+def by_shape(*shape: int) -> Size:
+    return {"shape": shape}
+
+
+def rows_dim(rows: int | tuple[int, ...], dim: int) -> Size:
+    return {"rows": rows if isinstance(rows, tuple) else (rows,), "dim": dim}
+
+
+def contents(argument: str, kinds: str) -> dict[str, dict[str, str]]:
+    """Stability cases that draw one argument in each of these kinds of content, and the others as usual."""
+    return {kind: {argument: kind} for kind in kinds.split()}
+
+
+def norm_edges(on_gpu: bool) -> dict[str, Size]:
+    return row_edges(rows_dim, on_gpu, "one narrow off_grid 4097 50257", three_axes=rows_dim((2, 3, 5), 77))
+
+
+NORM_CONTENTS = contents("x", "large near_max offset wide spike swamp constant_rows tiny zeros")
+
+
+# ---- ... and matchers -------------------------------------------------------------------------------------------
 
 
 def scaled_by_norm(node):

@@ -1,9 +1,12 @@
 """Matrix product with an optional bias: every linear layer of a model."""
 
+import math
+
 import torch
 
 import reference
 from autokernel.graph import Match, View, name, operand, shape
+from autokernel.ops import contents
 from autokernel.spec import OpSpec, arg
 
 
@@ -12,13 +15,11 @@ def _torch(A, B, bias=None):
 
 
 def _mnk(m, n, k):
-    return {"rows": (m,), "N": n, "K": k}
+    return {"rows": m if isinstance(m, tuple) else (m,), "N": n, "K": k}
 
 
 def _hidden(rng, on_gpu):
-    top = 1500 if on_gpu else 90
-    return _mnk(rng.randint(1, top), rng.randint(1, top), rng.randint(1, top))
-
+    return _mnk(*(rng.randint(1, 1500 if on_gpu else 90) for _ in range(3)))
 
 
 def product(node):
@@ -81,7 +82,7 @@ SPEC = OpSpec(
         "prime": _mnk(127, 257, 509),
         "off_grid": _mnk(129, 1025, 65),
         "odd_vocabulary": _mnk(5, 50257, 64),
-        "batched": {"rows": (3, 5, 17), "N": 96, "K": 80},
+        "batched": _mnk((3, 5, 17), 96, 80),
     },
     cpu_shapes={
         "small": _mnk(64, 64, 64),
@@ -95,28 +96,20 @@ SPEC = OpSpec(
         "one": _mnk(1, 1, 1),
         "prime": _mnk(61, 67, 71),
         "off_grid": _mnk(33, 129, 65),
-        "batched": {"rows": (2, 3, 5), "N": 24, "K": 40},
+        "batched": _mnk((2, 3, 5), 24, 40),
     },
-    flops=lambda s, _: 2 * _rows(s) * s["N"] * s["K"],
+    flops=lambda s, _: 2 * math.prod((*s["rows"], s["N"], s["K"])),
     out=("*rows", "N"),
     hidden=_hidden,
     depth=lambda s: s["K"],
     stability={
-        "uniform": "positive",
+        "positive": "positive",
         "large": {"A": "large", "B": "tiny"},
-        "mixed_scale": {"A": "wide", "B": "normal"},
+        **contents("A", "wide"),
         "cancel": {"A": "cancel", "B": "repeat"},
-        "spike": {"A": "spike", "B": "normal"},
-        "tiny": {"A": "tiny", "B": "normal"},
+        **contents("A", "spike tiny"),
     },
     exact="ints",
     sites=dict.fromkeys(("linear", "addmm", "mm", "matmul", "mv", "bmm", "baddbmm"), _product),
     scaled=("rows",),
 )
-
-
-def _rows(size):
-    total = 1
-    for n in size["rows"]:
-        total *= n
-    return total
