@@ -52,8 +52,12 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self) -> Any:
+        return self.call(self.model)
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        """One forward pass of another form of the model: compiled, captured."""
         with torch.no_grad():
-            return self.model(*self.args, **self.kwargs)
+            return model(*self.args, **self.kwargs)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -57,7 +57,7 @@ SPEC = OpSpec(
         "gpt2": rows_dim((1, 16), 768),
     },
     cpu_edges=norm_edges(on_gpu=False),
-    flops=lambda s, _: 8 * math.prod((*s["rows"], s["dim"])),  # mean and its sum, centre, square, sum, scale, weight, bias
+    flops=lambda s, _: 8 * math.prod((*s["rows"], s["dim"])),  # two sums, mean, centre, square, scale, weight, bias
     out=("*rows", "dim"),
     hidden=row_hidden(rows_dim),
     depth=lambda s: s["dim"],
