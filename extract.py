@@ -81,7 +81,8 @@ def choose(profile: dict[str, Any], args: argparse.Namespace) -> tuple[list[dict
     known = sorted({t["op"] for t in targets})
     if args.kernel_type and args.kernel_type not in known:
         raise ExtractError(f"--kernel-type {args.kernel_type}: the profile has {', '.join(known)}")
-    chosen, skipped = [], []
+    chosen: list[dict] = []
+    skipped: list[dict] = []
     for target in targets:
         starter = repo_root() / STARTERS[args.backend] / f"{target['op']}.py"
         if args.rank not in (None, target["rank"]):

@@ -230,14 +230,14 @@ def _check_dim(spec: OpSpec, first: str) -> str:
 
 def reference_source(spec: OpSpec) -> str:
     """The formula that the kernel was judged by, with what its module defines for it."""
-    text = inspect.getsource(inspect.getmodule(spec.reference))
+    text = inspect.getsource(sys.modules[spec.reference.__module__])
     wanted, kept = {spec.reference.__name__}, []
     for node in reversed(ast.parse(text).body):  # what a name needs is defined before it
         names = {getattr(t, "id", None) for t in getattr(node, "targets", ())} | {getattr(node, "name", None)}
         names |= {(a.asname or a.name).partition(".")[0] for a in getattr(node, "names", ())}
         if names & wanted:
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            kept.append(ast.get_source_segment(text, node))
+            kept.append(ast.get_source_segment(text, node) or "")
     return "\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""', *reversed(kept)]) + "\n"
 
 
@@ -417,10 +417,9 @@ def read_source(path: Path, target: str = "") -> KernelSource:
     expected = read_target(paths.workspace() / "targets" / target).spec.name if target else None
     source = read_kernel(path, expected)
     allowed = {"torch", "triton"} | sys.stdlib_module_names
-    for node in ast.walk(ast.parse(source.data)):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names = [node.module or "."] if isinstance(node, ast.ImportFrom) else names
-        for name in names:
+    imports = [n for n in ast.walk(ast.parse(source.data)) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    for node in imports:
+        for name in [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or "."]:
             ours = source.backend == "cuda" and name == "autokernel.cuda"
             if name.partition(".")[0] not in allowed and not ours:
                 raise ExportError(f"{path}:{node.lineno}: imports {name}; a kernel from the Hub has torch, triton and "

@@ -96,7 +96,7 @@ _UNESCAPES = {escaped: char for char, escaped in _ESCAPES.items()}
 
 def escape(text: str) -> str:
     """One cell: backslash, tab, newline and carriage return become two characters each."""
-    return text.translate(str.maketrans(_ESCAPES))
+    return text.translate({ord(char): escaped for char, escaped in _ESCAPES.items()})
 
 
 def unescape(cell: str) -> str:
