@@ -31,13 +31,13 @@ import torch
 from autokernel import ops, paths
 from autokernel.compare import TOLERANCES
 from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.night import KEPT
 from autokernel.records import Ledger
 from autokernel.source import KernelSource, read_kernel
-from autokernel.spec import DTYPES, STAGES, Case, OpSpec
+from autokernel.spec import DTYPES, STAGES, Case, OpSpec, dtype_name
 from autokernel.targets import read_target
 
 BACKENDS = ("cuda", "rocm", "cpu")  # of a Triton build; cpu is Triton's interpreter: to rehearse without a GPU
-KEPT = ("keep", "baseline")  # decisions that make an experiment the best so far
 LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
 ANNOTATIONS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "float | None"}
 MAX_ELEMENTS = {False: 1 << 15, True: 1 << 22}  # of a test case: in Triton's interpreter, on a GPU
@@ -92,22 +92,12 @@ class Project:
 # ---- which kernel, and what the judge said of it --------------------------------------------------------------------
 
 
-def kept_kernel(target: str) -> Path:
-    """The source of a target's best kernel so far. Raises ExportError with the targets that have one."""
+def kept() -> dict[str, Path]:
+    """Target -> the source of its best kernel so far, in order of rank."""
     ledger = Ledger()
-    kept = {row.target: row for row in ledger.rows() if row.decision in KEPT and row.correctness == "PASS"}
-    if target not in kept:
-        known = ", ".join(sorted(filter(None, kept))) or "none"
-        raise ExportError(f"--target {target!r} has no kept kernel; targets with one: {known}")
-    return ledger.attempt(kept[target].experiment or 0) / "kernel.py"
-
-
-def kept_targets() -> list[str]:
-    """Targets with a kept kernel, in order of rank. Raises ExportError when there is none."""
-    names = {row.target for row in Ledger().rows() if row.decision in KEPT and row.target}
-    if not names:
-        raise ExportError("--all: no target has a kept kernel; make one with: uv run orchestrate.py run")
-    return sorted(names, key=lambda name: (int(head) if (head := name.partition("_")[0]).isdigit() else 0, name))
+    best = {row.target: row for row in ledger.rows() if row.target and row.decision in KEPT}
+    ranked = sorted(best, key=lambda target: int(target.partition("_")[0]))
+    return {target: ledger.attempt(best[target].experiment or 0) / "kernel.py" for target in ranked}
 
 
 def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
@@ -198,11 +188,11 @@ def layers_source(project: Project, spec: OpSpec) -> str:
 
 
 def _dtype_names(spec: OpSpec) -> str:
-    return ", ".join(str(DTYPES[d]).removeprefix("torch.") for d in spec.dtypes)
+    return ", ".join(dtype_name(DTYPES[d]) for d in spec.dtypes)
 
 
 def _doc(spec: OpSpec) -> str:
-    return textwrap.dedent("    " + (spec.reference.__doc__ or spec.name)).strip().replace("\n", "\n    ")
+    return inspect.cleandoc(spec.reference.__doc__ or spec.name).replace("\n", "\n    ")
 
 
 def _call(spec: OpSpec) -> str:
@@ -268,7 +258,7 @@ def _case_line(spec: OpSpec, case: Case) -> str:
     out = torch.float32 if spec.out_dtype == "float32" else dtype
     grown = max(1.0, (spec.depth(case.size) / 512) ** 0.5) if out == torch.float32 else 1.0
     tolerance = 2 * TOLERANCES[out] * spec.tolerance * grown  # the judge's, with room for content it did not draw
-    return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{str(dtype).removeprefix("torch.")}", {tolerance:.1e}),'
+    return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{dtype_name(dtype)}", {tolerance:.1e}),'
 
 
 def project_files(

@@ -94,10 +94,6 @@ def shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(found.shape) if found is not None else ()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def number(operand: Any) -> float | None:
     """A Python number, or None for a tensor."""
     return float(operand) if isinstance(operand, (int, float)) and not isinstance(operand, bool) else None

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autokernel import spec
-from autokernel.graph import dtype_name
+from autokernel.spec import dtype_name
 
 DTYPES = spec.DTYPES | {dtype_name(dtype): dtype for dtype in spec.DTYPES.values()}
 SEED = 0

@@ -25,9 +25,10 @@ import torch.fx as fx
 from torch.profiler import ProfilerActivity, record_function
 
 from autokernel import gpu
-from autokernel.graph import VIEWS, Capture, Graph, View, dtype_name, flops, module_path, name, one_line, shape, value
+from autokernel.graph import VIEWS, Capture, Graph, View, flops, module_path, name, one_line, shape, value
 from autokernel.models import Loaded
 from autokernel.sites import Found, Site, find
+from autokernel.spec import dtype_name
 
 RANGE = "autokernel::"
 FORWARD = RANGE + "forward"

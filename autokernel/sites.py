@@ -29,7 +29,6 @@ from autokernel.graph import (
     Match,
     View,
     apply,
-    dtype_name,
     is_random,
     module_path,
     name,
@@ -39,7 +38,7 @@ from autokernel.graph import (
     tensor,
     value,
 )
-from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes
+from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes, dtype_name
 
 TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent

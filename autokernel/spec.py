@@ -18,6 +18,12 @@ import torch
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STAGES = ("smoke_test", "shape_sweep", "numerical_stability", "determinism", "edge_cases")
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float16 -> "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 Size = Mapping[str, Any]  # axis name -> int, or a tuple for a "*axis"
 
 

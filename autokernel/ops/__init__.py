@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
+from typing import Any
+
+import torch.fx as fx
 
 from autokernel.graph import CASTS, View, name, number, only_user, operand, pairs, shape, strip
 from autokernel.spec import OpSpec, Size, SpecError
@@ -71,15 +74,16 @@ NORM_CONTENTS = contents("x", "large near_max offset wide spike swamp constant_r
 # ---- ... and matchers -------------------------------------------------------------------------------------------
 
 
-def scaled_by_norm(node):
+def scaled_by_norm(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, float]]:
     """Where `node` is 1/sqrt(variance + eps) in any spelling: yields (scaled tensor, the product, eps)."""
     if name(node) == "pow" and operand(node, "exponent") != -0.5:
         return
-    inner, eps = strip(node.args[0]), 0.0
+    inner, eps = strip(operand(node, 0)), 0.0
     if name(inner) == "add":
-        eps = next((number(b) for _, b in pairs(inner) if number(b) is not None), None)
-        if eps is None:
+        found = [c for _, b in pairs(inner) if (c := number(b)) is not None]
+        if not found:
             return
+        eps = found[0]
     for user in _users(node):
         if name(user) == "reciprocal":
             yield from ((x, product, eps) for other in _users(user) for x, product in _scaled(other, user, "mul"))
@@ -87,7 +91,7 @@ def scaled_by_norm(node):
             yield from ((x, out, eps) for x, out in _scaled(user, node, "div" if name(node) == "sqrt" else "mul"))
 
 
-def _users(node):
+def _users(node: fx.Node) -> Iterator[fx.Node]:
     """Users of a node, casts skipped."""
     for user in node.users:
         if name(user) in CASTS:
@@ -96,18 +100,20 @@ def _users(node):
             yield user
 
 
-def _scaled(user, factor, kind):
+def _scaled(user: fx.Node, factor: fx.Node, kind: str) -> Iterator[tuple[fx.Node, fx.Node]]:
     if name(user) == kind:
-        orders = [user.args[:2]] if kind == "div" else pairs(user)
+        orders = [(operand(user, 0), operand(user, 1))] if kind == "div" else pairs(user)
         yield from ((a, user) for a, b in orders if strip(b) is factor)
 
 
-def affine_outputs(node):
+def affine_outputs(node: fx.Node) -> Iterator[tuple[fx.Node, View | None, View | None]]:
     """A normalised tensor and what follows it, the longest first: (output, weight, bias), a View or None each."""
-    dim, weight, bias = shape(node)[-1:], None, None
+    dim = shape(node)[-1:]
+    weight: View | None = None
+    bias: View | None = None
     found = [(node, weight, bias)]
     while (user := only_user(node)) is not None:
-        other = next((b for a, b in pairs(user) if a is node), None) if name(user) in ("mul", "add") else None
+        other: Any = next((b for a, b in pairs(user) if a is node), None) if name(user) in ("mul", "add") else None
         vector = other is not None and number(other) is None and shape(other)[-1:] == dim
         if vector and math.prod(shape(other)) != dim[0]:
             break
@@ -122,11 +128,11 @@ def affine_outputs(node):
     return reversed(found)
 
 
-def _flat(vector):
+def _flat(vector: fx.Node) -> View:
     return View(vector) if len(shape(vector)) == 1 else View(vector).then("view", list(shape(vector)[-1:]))
 
 
-def last(dim, node):
+def last(dim: int, node: fx.Node) -> int:
     """A dimension of a node's tensor, -1 for the last one."""
     rank = len(shape(node))
     return -1 if dim in (-1, rank - 1) else dim % rank

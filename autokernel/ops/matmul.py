@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.fx as fx
 
 import reference
 from autokernel.graph import Match, View, name, operand, shape
@@ -22,16 +23,15 @@ def _hidden(rng, on_gpu):
     return _mnk(*(rng.randint(1, 1500 if on_gpu else 90) for _ in range(3)))
 
 
-def product(node):
+def product(node: fx.Node) -> tuple[View, View, fx.Node | None, tuple] | None:
     """(A, B, bias or None, views on the result) of a node that multiplies by one matrix, else None."""
-    kind = name(node)
-    if kind == "linear" and len(shape(node.args[1])) == 2:
-        bias = operand(node, "bias")
-        return View(node.args[0]), View(node.args[1]).then("t"), bias, ()
-    if kind == "addmm" and operand(node, "beta") == operand(node, "alpha") == 1 and len(shape(node.args[0])) == 1:
-        return View(node.args[1]), View(node.args[2]), node.args[0], ()
+    kind, first, second = name(node), operand(node, 0), operand(node, 1)
+    if kind == "linear" and len(shape(second)) == 2:
+        return View(first), View(second).then("t"), operand(node, "bias"), ()
+    if kind == "addmm" and operand(node, "beta") == operand(node, "alpha") == 1 and len(shape(first)) == 1:
+        return View(second), View(operand(node, 2)), first, ()
     if kind in ("mm", "matmul", "mv", "bmm"):
-        a, b = View(node.args[0]), View(node.args[1])
+        a, b = View(first), View(second)
         if len(shape(b.node)) == 2:
             return a, b, None, ()
         if len(shape(b.node)) == 3 and shape(b.node)[0] == 1 < shape(b.node)[1]:  # a batch of one; K = 1 is no product
