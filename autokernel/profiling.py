@@ -7,7 +7,6 @@ operator events take the place of kernels.
 
 from __future__ import annotations
 
-import bisect
 import json
 import re
 import statistics
@@ -56,6 +55,9 @@ class Activity:
         return self
 
 
+LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
+
+
 def attribute(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Activity]:
     """Chrome-trace events -> range label -> activity of one forward: the mean over those named FORWARD.
 
@@ -63,17 +65,43 @@ def attribute(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Activity]
     "outside <operator> <shapes>". Each event is counted once.
     """
     spans = [e for e in events if e.get("ph") == "X"]
-    ranges = _Intervals(e for e in spans if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE))
-    operators = _Intervals(e for e in spans if e.get("cat") == "cpu_op" and "::" in e["name"])  # no compiler's regions
+    parents = _parents([e for e in spans if e.get("cat") in ("cpu_op", "user_annotation", *LAUNCHES)])
+
+    def around(event: dict) -> tuple[list[str], list[dict]]:
+        """(our ranges, operators) that an event lies in, itself included, the outermost first."""
+        chain, at = [], event
+        while at is not None:
+            chain.insert(0, at)
+            at = parents.get(id(at))
+        ranges = [e["name"] for e in chain if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE)]
+        return ranges, [e for e in chain if e.get("cat") == "cpu_op" and "::" in e["name"]]  # no compiler's regions
+
+    outermost = [(e, e) for e in spans if not on_gpu and any(op is e for op in around(e)[1][:1])]
     forwards = sum(e.get("cat") == "user_annotation" and e["name"] == FORWARD for e in spans)
     found: dict[str, Activity] = defaultdict(Activity)
-    for event, at in _device_events(spans) if on_gpu else ((e, e) for e in operators.outermost):
-        around = [e["name"] for e in ranges.around(at)]
-        if FORWARD in around:
-            node = next((label for label in around if label != FORWARD), "")
-            label = node.removeprefix(RANGE) or _outside(operators.around(at), event)
+    for event, at in _device_events(spans) if on_gpu else outermost:
+        ranges, operators = around(at)
+        if FORWARD in ranges:
+            label = next((r for r in ranges if r != FORWARD), "").removeprefix(RANGE)
+            if not label and operators:
+                label = f"outside {operators[0]['name']} {operators[0].get('args', {}).get('Input Dims', '')}"
+            label = label or f"outside {event['name'][:60]}"
             found[label] += Activity(1 / forwards, Counter({event["name"]: event["dur"] / forwards}))
     return dict(found)
+
+
+def _parents(spans: list[dict]) -> dict[int, dict | None]:
+    """id of each host span -> the innermost span of its thread that it begins in."""
+    parents: dict[int, dict | None] = {}
+    threads: dict[Any, list[dict]] = defaultdict(list)
+    for event in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
+        around = threads[event["pid"], event["tid"]]
+        while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+            around.pop()
+        parents[id(event)] = around[-1] if around else None
+        if event["cat"] not in LAUNCHES:  # stamped by another clock: it may seem to outlast the range around it
+            around.append(event)
+    return parents
 
 
 def _device_events(spans: list[dict]) -> list[tuple[dict, dict]]:
@@ -82,61 +110,19 @@ def _device_events(spans: list[dict]) -> list[tuple[dict, dict]]:
     That is the operator which the profiler links it to, stamped by the same clock as our ranges; where there is none (a
     kernel started from Python) it is the launch itself.
     """
-    launches, operators = {}, {}
+    launches, operators, found = {}, {}, []
     for event in spans:
         args = event.get("args", {})
-        if event.get("cat") in ("cuda_runtime", "cuda_driver", "hip_runtime") and "correlation" in args:
+        if event.get("cat") in LAUNCHES and "correlation" in args:
             launches[args["correlation"]] = event
         elif event.get("cat") in ("cpu_op", "user_annotation") and args.get("External id"):
             operators[args["External id"]] = event
-    found = []
     for event in spans:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             args = event.get("args", {})
             host = operators.get(args.get("External id")) or launches.get(args.get("correlation"))
             found.append((event, host or event))
     return found
-
-
-def _outside(operators: list[dict], event: dict) -> str:
-    if not operators:
-        return f"outside {event['name'][:60]}"
-    return f"outside {operators[0]['name']} {operators[0].get('args', {}).get('Input Dims', '')}"
-
-
-class _Intervals:
-    """Properly nested host intervals of each thread: which ones are around a point in time?"""
-
-    def __init__(self, events: Iterable[dict]):
-        self.threads: dict[Any, list[dict]] = defaultdict(list)
-        for event in events:
-            self.threads[event["pid"], event["tid"]].append(event)
-        self.starts: dict[Any, list[float]] = {}
-        self.parents: dict[int, dict | None] = {}
-        self.outermost: list[dict] = []
-        for thread, own in self.threads.items():
-            own.sort(key=lambda e: (e["ts"], -e["dur"]))
-            self.starts[thread] = [e["ts"] for e in own]
-            open_: list[dict] = []
-            for event in own:
-                while open_ and open_[-1]["ts"] + open_[-1]["dur"] <= event["ts"]:
-                    open_.pop()
-                self.parents[id(event)] = open_[-1] if open_ else None
-                if not open_:
-                    self.outermost.append(event)
-                open_.append(event)
-
-    def around(self, at: dict) -> list[dict]:
-        """Intervals that contain the start of an event, the outermost first."""
-        thread, moment = (at["pid"], at["tid"]), at["ts"]
-        index = bisect.bisect_right(self.starts.get(thread, []), moment) - 1
-        event = self.threads[thread][index] if index >= 0 else None
-        found = []
-        while event is not None:
-            if event["ts"] + event["dur"] > moment or event["ts"] == moment:
-                found.append(event)
-            event = self.parents[id(event)]
-        return found[::-1]
 
 
 def traced(call: Callable[[], Any], device: torch.device, keep: Path | None = None) -> dict[str, Activity]:
