@@ -306,13 +306,11 @@ def _break_counts() -> Counter:
 
 def lower(source: fx.GraphModule, inputs: tuple) -> fx.GraphModule:
     """A graph of torch calls -> the same graph of ATen operators, canonical; nodes know their shape and module."""
-
-    def run(*values):
-        return fx.Interpreter(source).run(*values)
-
-    whole = {aten.einsum.default: _einsum}
     with torch.fx.traceback.preserve_node_meta():
-        traced = make_fx(run, whole, "fake", _allow_non_fake_inputs=True, pre_dispatch=True)(*inputs)
+        traced = make_fx(
+            lambda *values: fx.Interpreter(source).run(*values), {aten.einsum.default: _einsum}, "fake",
+            _allow_non_fake_inputs=True, pre_dispatch=True,
+        )(*inputs)  # fmt: skip
     canonical(traced.graph)
     traced.recompile()
     return traced
