@@ -28,7 +28,7 @@ for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is n
 
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
-from autokernel.process import launcher, wanted  # noqa: E402
+from autokernel.process import age, launcher, wanted  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +79,8 @@ def judge(args: argparse.Namespace, children, harness) -> int:
             return 0
         (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
-            record = run(Options(**{name: getattr(args, name) for name in names}), children, progress, harness)
+            options = Options(**{name: getattr(args, name) for name in names})
+            record = run(options, children, progress, harness, age())
         record.write()
     except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
