@@ -79,7 +79,7 @@ def measure(backend: str, op: str, out: Path, without: list[str]) -> None:
 
 def table(backend: str, out: Path) -> list[str]:
     """Print what was measured of one backend; returns the bars that were missed."""
-    read = {part: {op: _read(out / f"{backend}-{op}-{part}.json") for op in RATIOS} for part in ("cold", "warm", "bars")}
+    read = {p: {op: _read(out / f"{backend}-{op}-{p}.json") for op in RATIOS} for p in ("cold", "warm", "bars")}
     missed, drift, gains = [], [], []
     for op in RATIOS:
         record = read["bars"][op]
