@@ -380,8 +380,8 @@ def _does_nothing(node: fx.Node) -> bool:
 def _functional(node: fx.Node) -> None:
     """mul_(x, y) -> mul(x, y), where x is a fresh tensor that nothing else can see."""
     target = operand(node, 0)
-    if not name(target) or name(target) in VIEWS | CASTS:
-        return
+    if not name(target) or name(target) in VIEWS | CASTS or name(target).endswith("_"):
+        return  # not fresh: what another in-place operator returned is what that wrote to
     if any(node < user or (user < node and name(user) in VIEWS | CASTS) for user in target.users):
         return  # a view sees the write, or someone reads the old name and means the new value
     others = [v for n in node.all_input_nodes if (v := value(n)) is not None and v.ndim and v.is_floating_point()]

@@ -237,7 +237,7 @@ def profile(
     run()
     calls = Counter({g: g.calls - before[g] for g in capture.graphs})
     for graph in capture.graphs:
-        graph.run = _Instrumented(graph).run
+        graph.run = instrumented(graph)
     activity = traced(run, loaded.device)
     for graph in capture.graphs:
         graph.run = None
@@ -266,17 +266,20 @@ def profile(
     return Profile(values, books.targets(), books.others())
 
 
-class _Instrumented(fx.Interpreter):
-    """Runs a graph with each operator in a range of its own."""
+def instrumented(graph: Graph) -> Callable:
+    """The graph with every operator in a range of its own: `traced` labels it "<graph>.<place of the node>"."""
+    return _Instrumented(graph).run
 
+
+class _Instrumented(fx.Interpreter):
     def __init__(self, graph: Graph):
         super().__init__(graph.module)
-        self.index = graph.index
+        self.labels = {node: f"{RANGE}{graph.index}.{i}" for i, node in enumerate(graph.module.graph.nodes)}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
-        with record_function(f"{RANGE}{self.index}.{n.name}"):
+        with record_function(self.labels[n]):
             return super().run_node(n)
 
 
@@ -310,8 +313,8 @@ class _Books:
         self.nodes: dict[tuple[str, str, str], list[tuple[Graph, fx.Node]]] = defaultdict(list)  # of `rest`
         owners = {n: site for site in reversed(found.sites) for n in site.nodes}
         owners |= {n: site for site in found.sites for n in site.work}
-        for graph, node in ((g, n) for g in capture.graphs for n in g.module.graph.nodes):
-            spent, site = activity.get(f"{graph.index}.{node.name}", Activity()), owners.get(node)
+        for graph, i, node in ((g, i, n) for g in capture.graphs for i, n in enumerate(g.module.graph.nodes)):
+            spent, site = activity.get(f"{graph.index}.{i}", Activity()), owners.get(node)
             self.flops += flops(node) * calls[graph]
             if site:
                 self.flops_in_sites += flops(node) * calls[graph]
