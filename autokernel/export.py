@@ -96,7 +96,7 @@ def kept() -> dict[str, Path]:
     """Target -> the source of its best kernel so far, in order of rank."""
     ledger = Ledger()
     best = {row.target: row for row in ledger.rows() if row.target and row.decision in KEPT}
-    ranked = sorted(best, key=lambda target: int(target.partition("_")[0]))
+    ranked = sorted(best, key=lambda t: (int(head) if (head := t.partition("_")[0]).isdigit() else 0, t))
     return {target: ledger.attempt(best[target].experiment or 0) / "kernel.py" for target in ranked}
 
 
