@@ -15,7 +15,7 @@ import json
 import sys
 from dataclasses import fields
 
-from autokernel import digest, keep
+from autokernel import digest, keep, workers
 from autokernel.driver import Driver
 from autokernel.gitkeep import GitError, Repo
 from autokernel.night import Night, NightError, Rules
@@ -43,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
         control = commands.add_parser(name, help=text)
         control.add_argument("name", nargs="?", help="default: the current target")
         control.add_argument("-m", "--message", default="", help="why")
+    worker = commands.add_parser("worker", help="room for one more agent: a git worktree, one GPU, the same ledger")
+    worker.add_argument("name", help="letters, digits, dashes")
+    worker.add_argument("--gpu", type=int, metavar="N", help="which GPU (default: the one with the fewest workers)")
+    worker.add_argument("--remove", action="store_true", help="free its target, move its folder to workspace/removed")
     commands.add_parser("report", help="workspace/report.html, report.md and progress.png")
     run = commands.add_parser("run", help="drive a coding agent until a budget is used up or nothing is left to do")
     run.add_argument("--agent", required=True, metavar="CMD", help="command with {brief}, e.g. 'codex exec {brief}'")
@@ -87,6 +91,8 @@ def answer(args: argparse.Namespace) -> str:
         case "skip" | "revisit" | "reset":
             row, _ = keep.control(args.command, args.name, args.message)
             return f"{row.decision} {row.target or row.kernel_type}\nnext: uv run orchestrate.py next"
+        case "worker":
+            return place(args)
         case "run":
             Rules.change(vars(args))
             driver = Driver(args.agent, args.hours, args.max_experiments, args.max_cost_per_win, args.stall_minutes,
@@ -104,6 +110,16 @@ def answer(args: argparse.Namespace) -> str:
     from autokernel import nightreport  # matplotlib takes a second
 
     return nightreport.write(night)
+
+
+def place(args: argparse.Namespace) -> str:
+    """Make or remove a worker."""
+    if args.remove:
+        aside = workers.remove(args.name)
+        return f"worker {args.name} is gone, its kept kernels and its branch stay; its folder was moved to {aside}"
+    worker, made = workers.add(args.name, args.gpu)
+    return (f"worker {worker.name}: {'made' if made else 'there already'}, GPU {worker.gpu or 'n/a'}\n"
+            f"next: cd {worker.root} && uv run orchestrate.py next")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from autokernel.night import CONTROLS, Night, Rules, Work
-from autokernel.paths import best_path, workspace
+from autokernel.paths import best_path, shared, workspace
 from autokernel.records import Row
 from autokernel.tables import wrapped
+from autokernel.workers import MAIN, everyone
 
 TRIED = 12  # experiments that `next` and the agent's brief repeat
 
@@ -45,7 +46,8 @@ def table(night: Night) -> list[list[str]]:
             f"#{work.best.experiment}" if work.best else "none", number(work.best.latency_us if work.best else None),
             number(work.speedup, ".3g", "x"), number(roof, ".0f", "%"),
             number(night.model_gain(work), ".1f", "%") if work.plan else "n/a",
-            str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}", reason or "open",
+            str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}",
+            reason or (f"worker {other}'s" if (other := night.holder(work)) else "open"),
         ])  # fmt: skip
     return rows
 
@@ -131,7 +133,7 @@ def recorded(row: Row, night: Night, remarks: list[str]) -> str:
     best, state = work.best, "kept: kernel.py is the best kernel now"
     if row.decision == "revert":
         state = f"kernel.py is experiment {best.experiment}'s again" if best else "no best yet, kernel.py stays"
-        state += f"; the attempt lies in {workspace() / 'experiments' / str(row.experiment)}"
+        state += f"; the attempt lies in {shared() / 'experiments' / str(row.experiment)}"
     verb, target, why = night.choose()
     again = "edit kernel.py, uv run bench.py, uv run orchestrate.py record -m 'what was tried'"
     return "\n".join([
@@ -157,8 +159,20 @@ def status(night: Night) -> str:
             current=night.current.name if night.current else "none",
             driver=_beat(json.loads(beat.read_text())) if beat.exists() else None,
         ),
-        "", *targets(night), "", "next: uv run orchestrate.py next",
+        "", *targets(night), *workers(night), "", "next: uv run orchestrate.py next",
     ])  # fmt: skip
+
+
+def workers(night: Night) -> list[str]:
+    """All who work on the run, where anybody does beside the main checkout."""
+    rows = [["worker", "GPU", "works on", "tried", "kept", "silent", "folder"]]
+    for w in everyone():
+        own = [r for r in night.experiments if (r.worker or MAIN) == w.name]
+        target = next((t for t, holder in night.claims.items() if holder == w.name), "nothing")
+        silent = w.silent()
+        rows.append([w.name, w.gpu or "n/a", target, str(len(own)), str(sum(r.decision == "keep" for r in own)),
+                     f"{silent:.0f} min" if silent < 600 else f"{silent / 60:.0f} h", str(w.root)])  # fmt: skip
+    return ["", *aligned(rows, (0, 1, 2, 6))] if len(rows) > 2 else []
 
 
 def _beat(v: dict[str, Any]) -> str:

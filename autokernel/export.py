@@ -112,7 +112,7 @@ def kept_targets() -> list[str]:
 
 def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
     """(the judge's best record of exactly this source or {}, why it does not count or "")."""
-    places = [paths.workspace() / "last_run.json", *(paths.workspace() / "experiments").glob("*/record.json")]
+    places = [paths.workspace() / "last_run.json", *(paths.shared() / "experiments").glob("*/record.json")]
     mine: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for place in places:
@@ -414,7 +414,7 @@ def _limits(source: KernelSource, spec: OpSpec, record: Mapping[str, Any]) -> li
 
 def read_source(path: Path, target: str = "") -> KernelSource:
     """Read and check a kernel file for export. Raises ExportError for imports that the Hub's loader cannot give it."""
-    expected = read_target(paths.workspace() / "targets" / target).spec.name if target else None
+    expected = read_target(paths.shared() / "targets" / target).spec.name if target else None
     source = read_kernel(path, expected)
     allowed = {"torch", "triton"} | sys.stdlib_module_names
     for node in ast.walk(ast.parse(source.data)):
