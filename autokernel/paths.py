@@ -21,14 +21,14 @@ def _from_env(variable: str, default: Path) -> Path:
     return Path(value).expanduser() if value else default
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)  # noqa: UP033  (cli.py says on Python 3.8, too, that it is too old)
 def worker() -> dict[str, str]:
     """What `orchestrate.py worker` wrote as the reason of this git worktree's lock; empty where this is no worker.
 
     Keys: worker (its name), gpu (as CUDA_VISIBLE_DEVICES has it), main, workspace and ledger (of the run).
     """
     try:
-        return lock_facts(Path((repo_root() / ".git").read_text().removeprefix("gitdir:").strip()))
+        return lock_facts(Path((repo_root() / ".git").read_text().partition(":")[2].strip()))
     except OSError:
         return {}  # a clone's .git is a folder
 

@@ -60,7 +60,7 @@ def everyone() -> list[Worker]:
     main = Path(paths.worker().get("main") or paths.repo_root())
     git = main / ".git"
     if git.is_file():  # the main checkout is a linked worktree, or a submodule
-        git = main / git.read_text().removeprefix("gitdir:").strip()
+        git = main / git.read_text().partition(":")[2].strip()
         git = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
     found = [Worker(MAIN, main, paths.shared())]
     for pointer in sorted((git / "worktrees").glob("*/gitdir")):
