@@ -40,9 +40,14 @@ def config_dir() -> Path:
     return _from_env("XDG_CONFIG_HOME", Path.home() / ".config") / "autokernel"
 
 
+def target_folder(name: str) -> Path:
+    """Where a target lies: workspace/targets/<name>/, or workspace/kb/<level>/<id>/ for a KernelBench problem."""
+    return workspace() / name if name.startswith("kb/") else workspace() / "targets" / name
+
+
 def best_path(target: str, op: str) -> Path:
     """Where the best kernel so far lies: beside its target, or for an operator without a model in workspace/best/."""
-    return workspace() / "targets" / target / "best.py" if target else workspace() / "best" / f"{op}.py"
+    return target_folder(target) / "best.py" if target else workspace() / "best" / f"{op}.py"
 
 
 def best_kernel(kernel: Path) -> Path | None:
