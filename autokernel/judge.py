@@ -101,7 +101,7 @@ class Bench:
         """The seed of the calls on these inputs: the first of the noise before them."""
         return int(private[:8].view(torch.int64)) >> 1 & (2**62 - 1) if self.seeded else None
 
-    def judged(self, case: Case, layout: Layout, private: torch.Tensor, outs: list[torch.Tensor]) -> Comparison:
+    def judged(self, case: Case, layout: Layout, private: torch.Tensor, *outs: torch.Tensor) -> Comparison:
         """Compare one output with the oracle and the yardsticks, all computed here from the private inputs."""
         (out,), ref, perturbed = outs, self.expected(case, layout, private), None
         if case.stage == "numerical_stability":
@@ -113,7 +113,7 @@ class Bench:
             allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
-    def roughly(self, case: Case, layout: Layout, private: torch.Tensor, outs: list[torch.Tensor]) -> Comparison:
+    def roughly(self, case: Case, layout: Layout, private: torch.Tensor, *outs: torch.Tensor) -> Comparison:
         """A cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider."""
         torch_out = self.yardstick(case, layout, private)
         return compare(
@@ -248,7 +248,7 @@ def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor)
     So until the answer came, the right answer to these inputs existed nowhere; and the arena is looked at again after.
     """
     layout = bench.layout(case)
-    result = bench.judged(case, layout, private, worker.outputs())
+    result = bench.judged(case, layout, private, *worker.outputs())
     if result.ok and not worker.outputs_settled(layout):
         return "output was written after the call had been answered: work was left running"
     return result.reason

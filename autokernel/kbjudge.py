@@ -248,7 +248,7 @@ class ProblemBench(Bench):
             view.copy_(drawn.pop(name))
         return private
 
-    def judged(self, case: Case, layout: Layout, private: torch.Tensor, outs: list[torch.Tensor]) -> Comparison:
+    def judged(self, case: Case, layout: Layout, private: torch.Tensor, *outs: torch.Tensor) -> Comparison:
         """KernelBench's check against the reference; where that fails, against its float64 form, as PyTorch itself may
         have computed in TF32. A weak problem's outputs must also be as accurate as the package asks of an operator."""
         tensors, seed = layout.views(private), self.seed_of(private)

@@ -182,7 +182,7 @@ def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -
     if by_oracle:
         fault = value_fault(bench, worker, case, private)
     else:
-        fault = bench.roughly(case, bench.layout(case), private, worker.outputs()).reason
+        fault = bench.roughly(case, bench.layout(case), private, *worker.outputs()).reason
     return f"output of a timed call: {fault}" if fault else ""
 
 

@@ -62,7 +62,7 @@ def main() -> int:
         if (args.level is None) != (args.problem is None):
             raise ProblemError("--level and --problem go together, e.g. --level 1 --problem 19")
         if args.n_trials < 1 or args.n_timed < 0:
-            raise ProblemError(f"--n-trials {args.n_trials} --n-timed {args.n_timed}: at least 1 trial and 0 timed calls")
+            raise ProblemError(f"--n-trials {args.n_trials} --n-timed {args.n_timed}: fewest are 1 and 0")
         problem = load_problem(args.level, args.problem) if args.level else active_problem()
         harness = required(args.allow_dirty_harness)
     except (ProblemError, HarnessChanged) as error:
