@@ -72,9 +72,14 @@ def config_dir() -> Path:
     return _from_env("XDG_CONFIG_HOME", Path.home() / ".config") / "autokernel"
 
 
+def target_folder(name: str) -> Path:
+    """Where a target lies: workspace/targets/<name>/, or workspace/kb/<level>/<id>/ for a KernelBench problem."""
+    return shared() / name if name.startswith("kb/") else shared() / "targets" / name
+
+
 def best_path(target: str, op: str) -> Path:
     """Where the best kernel so far lies: beside its target, or for an operator without a model in best/."""
-    return shared() / "targets" / target / "best.py" if target else shared() / "best" / f"{op}.py"
+    return target_folder(target) / "best.py" if target else shared() / "best" / f"{op}.py"
 
 
 def best_kernel(kernel: Path) -> Path | None:

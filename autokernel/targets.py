@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autokernel import ops
-from autokernel.paths import shared, workspace
+from autokernel.paths import shared, target_folder, workspace
 from autokernel.spec import DTYPES, Case, OpSpec, axes_shape
 
 INTERPRETED_FLOPS = 1e7  # what Triton's interpreter does in some seconds
@@ -155,4 +155,7 @@ def active_target() -> Target | None:
     pointer = workspace() / "active"
     if not pointer.exists():
         return None
-    return read_target(shared() / "targets" / pointer.read_text().strip())
+    name = pointer.read_text().strip()
+    if name.startswith("kb/"):
+        raise TargetError(f"the active target is the KernelBench problem {name}: uv run kernelbench/bench_kb.py")
+    return read_target(target_folder(name))
