@@ -170,7 +170,7 @@ def workers(night: Night) -> list[str]:
         own = [r for r in night.experiments if (r.worker or MAIN) == w.name]
         target = next((t for t, holder in night.claims.items() if holder == w.name), "nothing")
         silent = w.silent()
-        rows.append([w.name, w.gpu or "n/a", target, str(len(own)), str(sum(r.decision == "keep" for r in own)),
+        rows.append([w.name, w.gpu[:12] or "n/a", target, str(len(own)), str(sum(r.decision == "keep" for r in own)),
                      f"{silent:.0f} min" if silent < 600 else f"{silent / 60:.0f} h", str(w.root)])  # fmt: skip
     return ["", *aligned(rows, (0, 1, 2, 6))] if len(rows) > 2 else []
 

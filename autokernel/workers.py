@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from autokernel import integrity, paths
 from autokernel.gitkeep import PREFIX, GitError, Repo
 from autokernel.records import Ledger
+from autokernel.scale import ScaleError, gpu_ids
 
 MAIN = "main"  # the repository itself
 
@@ -189,11 +190,11 @@ def _main_repo(command: str) -> Repo:
 
 
 def _gpus() -> list[str]:
-    """The GPUs this shell sees, as CUDA_VISIBLE_DEVICES names them."""
-    import torch  # seconds
-
-    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return visible.split(",")[:count] if visible else [str(i) for i in range(count)]
+    """The GPUs this shell sees, as CUDA_VISIBLE_DEVICES may name them."""
+    try:
+        return gpu_ids("all")
+    except ScaleError:
+        return []
 
 
 def _least_used(gpus: list[str]) -> str:

@@ -156,15 +156,12 @@ def test_refusals(run):
 
 
 def test_a_worker_sees_its_gpu_only(run, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(workers, "everyone", lambda: [workers.Worker("main", Path(), Path()),
                                                       workers.Worker("a", Path(), Path(), "5")])  # fmt: skip
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
     assert workers._gpus() == ["2", "5", "7"] and workers._least_used(workers._gpus()) == "7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert workers._gpus() == ["0", "1", "2"] and workers._least_used(["0", "5"]) == "0"
+    assert workers._least_used(["0", "5"]) == "0" and workers._least_used([]) == ""
     a = made(run, "a")
     lock = run.root / ".git/worktrees/a/locked"
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "gpu": "7"}))
@@ -177,7 +174,10 @@ def test_a_worker_sees_its_gpu_only(run, monkeypatch):
 
     assert seen(a) == ["7", str(a.root / "workspace"), str(run.root / "results.tsv")]
     assert seen(run) == ["0,1", "/nowhere", "/x"]
-    assert "is on GPU 7, not 0" in run.run("worker", "a", "--gpu", "0", rc=2) if torch.cuda.is_available() else True
+    a.env = run.env = {**run.env, "CUDA_VISIBLE_DEVICES": "3,7"}
+    assert "worker a is on GPU 7, not 0" in run.run("worker", "a", "--gpu", "0", rc=2)
+    assert "there already, GPU 7" in run.run("worker", "a", "--gpu", "1")
+    assert "made, GPU 3" in run.run("worker", "b", "--gpu", "0") and "made, GPU 7" in run.run("worker", "c")
 
 
 def test_kill_9_of_making_and_removing(run):
