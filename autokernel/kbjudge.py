@@ -24,7 +24,7 @@ from autokernel.compare import TOLERANCES, Comparison, compare, same_bits
 from autokernel.footprint import Footprint, footprint, memory_fault, shrunk_code
 from autokernel.integrity import Harness
 from autokernel.judge import START_SECONDS, Bench, Limits, ask_once, call_fault, value_fault
-from autokernel.kernelbench import KERNEL_TYPE, Problem
+from autokernel.kernelbench import FAST, KERNEL_TYPE, TOLERANCE, TRIALS, Problem
 from autokernel.modelcall import ModelCall, build, named, tensors_of
 from autokernel.process import Launcher
 from autokernel.records import RunRecord
@@ -33,10 +33,7 @@ from autokernel.spec import DTYPES, Arg, Case, OpSpec, TensorSpec, strides_of
 from autokernel.worker import Layout, Worker, noise
 
 SEED = 42  # KernelBench's: before the constructors
-TRIALS = 5  # KernelBench's scripts
-TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2}  # KernelBench's: absolute and relative
 MOST_TIMED = 100  # KernelBench's scripts; slow problems take fewer, see timing.py
-FAST = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)  # fast_p: right, and more than p times as fast as PyTorch
 STAGES = ("correctness_trials", "determinism")
 LARGEST_SHARED = 2 << 30  # bytes of weights that are handed over; larger ones come from the seed alone
 _CHUNK = 1 << 26

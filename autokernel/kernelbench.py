@@ -26,6 +26,9 @@ from autokernel.paths import atomic_write, cache_dir, repo_root, target_folder, 
 HUB = "ScalingIntelligence/KernelBench"
 LEVELS = ("1", "2", "3", "4", "custom")
 KERNEL_TYPE = "kernelbench"
+TRIALS = 5  # KernelBench's scripts
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2}  # KernelBench's: absolute and relative
+FAST = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)  # fast_p: right, and more than p times as fast as PyTorch
 FETCH = "uv run kernelbench/bridge.py fetch"
 SETUP = "uv run kernelbench/bridge.py setup --level {} --problem {}"
 SOURCES = f"{FETCH} --repo FOLDER (a clone of github.com/{HUB}) or {FETCH} --file PROBLEM.py"
@@ -174,6 +177,21 @@ def list_problems(level: str) -> list[Problem]:
     if not paths:
         raise ProblemError(f"level {level} was not fetched yet: {FETCH}, {SOURCES}")
     return [Problem(level, n, _bare(paths[n].name), paths[n].read_text(), origin) for n in sorted(paths)]
+
+
+def select(level: str, text: str = "") -> list[Problem]:
+    """The problems of a level that "1-20,33" names ("": all), as their folders have them. Raises ProblemError."""
+    known = {p.id: p for p in list_problems(level)}
+    wanted: list[int] = []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        if not (found := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
+            raise ProblemError(f"--problems {text}: {part!r} is neither a number nor a range; e.g. 1-20,33")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if bad := [n for n in (first, last) if n not in known] or [first] * (first > last):
+            here = f"level {level} has {min(known)} to {max(known)}"
+            raise ProblemError(f"--problems {text}: {part!r} names no problem {bad[0]}; {here}")
+        wanted += [n for n in known if first <= n <= last]
+    return [load_problem(level, n) for n in sorted(set(wanted) or known)]
 
 
 def load_problem(level: str, number: int) -> Problem:

@@ -25,12 +25,15 @@ def _from_env(variable: str, default: Path) -> Path:
 def worker() -> dict[str, str]:
     """What `orchestrate.py worker` wrote as the reason of this git worktree's lock; empty where this is no worker.
 
-    Keys: worker (its name), gpu (as CUDA_VISIBLE_DEVICES has it), main, workspace and ledger (of the run).
+    Keys: worker (its name), gpu (as CUDA_VISIBLE_DEVICES has it), main, workspace and ledger (of the run). Empty as
+    well for a command whose AUTOKERNEL_WORKSPACE is another than the run's: it works for itself.
     """
     try:
-        return lock_facts(Path((repo_root() / ".git").read_text().partition(":")[2].strip()))
+        facts = lock_facts(Path((repo_root() / ".git").read_text().partition(":")[2].strip()))
     except OSError:
         return {}  # a clone's .git is a folder
+    run = Path(facts.get("workspace", ""))
+    return facts if _from_env("AUTOKERNEL_WORKSPACE", run).absolute() == run.absolute() else {}
 
 
 def lock_facts(gitdir: Path) -> dict[str, str]:

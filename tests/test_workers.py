@@ -167,13 +167,14 @@ def test_a_worker_sees_its_gpu_only(run, monkeypatch):
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "gpu": "7"}))
     code = "import autokernel.paths as p, os; print(os.environ.get('CUDA_VISIBLE_DEVICES'), p.workspace(), p.ledger())"
 
-    def seen(place: Repo) -> list[str]:
-        other = {"CUDA_VISIBLE_DEVICES": "0,1", "AUTOKERNEL_WORKSPACE": "/nowhere", "AUTOKERNEL_LEDGER": "/x"}
-        env = {**place.env, **other}
+    def seen(place: Repo, folder: str) -> list[str]:
+        env = {**place.env, "CUDA_VISIBLE_DEVICES": "0,1", "AUTOKERNEL_WORKSPACE": folder, "AUTOKERNEL_LEDGER": "/x"}
         return subprocess.check_output([sys.executable, "-c", code], cwd=place.root, env=env, text=True).split()
 
-    assert seen(a) == ["7", str(a.root / "workspace"), str(run.root / "results.tsv")]
-    assert seen(run) == ["0,1", "/nowhere", "/x"]
+    shared = str(run.root / "workspace")
+    assert seen(a, shared) == ["7", str(a.root / "workspace"), str(run.root / "results.tsv")]
+    assert seen(run, shared) == ["0,1", shared, "/x"]
+    assert seen(a, "/nowhere") == ["0,1", "/nowhere", "/x"]
     a.env = run.env = {**run.env, "CUDA_VISIBLE_DEVICES": "3,7"}
     assert "worker a is on GPU 7, not 0" in run.run("worker", "a", "--gpu", "0", rc=2)
     assert "there already, GPU 7" in run.run("worker", "a", "--gpu", "1")
