@@ -19,6 +19,7 @@ from autokernel.cli import Parser  # isort: skip  (says what is missing before a
 from autokernel import digest, keep, workers
 from autokernel.driver import Driver
 from autokernel.gitkeep import GitError, Repo
+from autokernel.kernelbench import LEVELS, ProblemError, plan, select
 from autokernel.night import Night, NightError, Rules
 from autokernel.records import Ledger, RecordError
 
@@ -27,7 +28,12 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     start = commands.add_parser("start", help="begin a run, or continue it: branch autokernel/<tag>")
-    start.add_argument("tag", help="name of the run")
+    start.add_argument("tag", nargs="?", help="name of the run (--kernelbench: default kb<level>)")
+    bench = start.add_argument_group("KernelBench problems as targets (program_kb.md)")
+    bench.add_argument("--kernelbench", action="store_true", help="problems instead of a model's hot sites")
+    bench.add_argument("--level", choices=LEVELS, help="of the problems")
+    bench.add_argument("--problems", default="", metavar="LIST", help="1-20,33 (default: the whole level)")
+    bench.add_argument("--backend", default="triton", choices=["triton", "cuda"], help="of their starters")
     commands.add_parser("plan", help="targets, shares, headroom, what-if, rules")
     following = commands.add_parser("next", help="which target now and why; installs its best kernel")
     following.add_argument("name", nargs="?", help="this target, or this operator")
@@ -69,7 +75,7 @@ def main() -> int:
     args = parser().parse_args()
     try:
         print(answer(args))
-    except (GitError, NightError, RecordError) as error:
+    except (GitError, NightError, ProblemError, RecordError) as error:
         print(f"orchestrate.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -81,9 +87,7 @@ def main() -> int:
 
 def answer(args: argparse.Namespace) -> str:
     if args.command == "start":
-        said = Repo.here().start(args.tag)
-        Rules.change(vars(args))
-        return f"{said}\nnext: uv run orchestrate.py next"
+        return begin(args)
     if args.command == "next":
         return digest.next_up(*keep.choose(args.name))
     if args.command == "record":
@@ -109,6 +113,20 @@ def answer(args: argparse.Namespace) -> str:
     from autokernel import nightreport  # matplotlib takes a second
 
     return nightreport.write(night)
+
+
+def begin(args: argparse.Namespace) -> str:
+    """Begin or continue a run. Problems are read before, and planned after, the branch is there."""
+    if (args.level is None) == args.kernelbench:
+        raise NightError("--kernelbench and --level go together, e.g. start --kernelbench --level 1 --problems 1-20")
+    if not args.tag and not args.kernelbench:
+        raise NightError("a run needs a name: uv run orchestrate.py start TAG")
+    problems = select(args.level, args.problems) if args.kernelbench else []
+    said = [Repo.here().start(args.tag or f"kb{args.level}")]
+    Rules.change(vars(args))
+    if problems:
+        said.append(plan(problems, args.backend))
+    return "\n".join([*said, "next: uv run orchestrate.py next"])
 
 
 def place(args: argparse.Namespace) -> str:

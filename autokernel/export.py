@@ -31,6 +31,7 @@ import torch
 from autokernel import ops, paths
 from autokernel.compare import TOLERANCES
 from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.kernelbench import KERNEL_TYPE
 from autokernel.records import Ledger
 from autokernel.source import KernelSource, read_kernel
 from autokernel.spec import DTYPES, STAGES, Case, OpSpec
@@ -104,7 +105,8 @@ def kept_kernel(target: str) -> Path:
 
 def kept_targets() -> list[str]:
     """Targets with a kept kernel, in order of rank. Raises ExportError when there is none."""
-    names = {row.target for row in Ledger().rows() if row.decision in KEPT and row.target}
+    rows = (row for row in Ledger().rows() if row.decision in KEPT and row.kernel_type != KERNEL_TYPE)
+    names = {row.target for row in rows if row.target}
     if not names:
         raise ExportError("--all: no target has a kept kernel; make one with: uv run orchestrate.py run")
     return sorted(names, key=lambda name: (int(head) if (head := name.partition("_")[0]).isdigit() else 0, name))

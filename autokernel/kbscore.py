@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from autokernel import integrity
@@ -267,26 +268,28 @@ class Score:
 
 def tables(score: Score, columns: int) -> str:
     """The solutions, and fast_p, as text of that width."""
-    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     def number(value: float | None, form: str = ".3g", unit: str = "") -> str:
         return "n/a" if value is None else f"{value:{form}}{unit}"
 
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("#", "problem", "verdict", "us", "PyTorch us", "speedup", "compile", "remark"):
-        right = name in ("#", "us", "PyTorch us", "speedup", "compile")
-        rows.add_column(name, justify="right" if right else "left", no_wrap=name != "remark", ratio=None,
-                        overflow="ellipsis", max_width=30 if name == "problem" else None)  # fmt: skip
+    rows = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    rows.add_column("#", justify="right", no_wrap=True)
+    rows.add_column("problem", no_wrap=True, overflow="ellipsis", width=min(36, columns // 5))
+    rows.add_column("verdict", min_width=7)
+    for name in ("us", "PyTorch", "speedup", "compile"):
+        rows.add_column(name, justify="right", min_width=7, no_wrap=True)
+    rows.add_column("remark")
     for i, r in sorted(score.rows.items()):
         remarks = [f"weak problem: {r['weak_problem']}" * str(r.get("weak_problem", "")).startswith("yes"),
                    "vendor" * bool(r.get("vendor_library")), "shrunk" * bool(r.get("shrunk"))]  # fmt: skip
-        remark = "; ".join(filter(None, remarks)) if r["correctness"] == "PASS" else str(r.get("reason"))[:120]
+        why = shorten(str(r.get("reason")), columns - 50)
+        remark = "; ".join(filter(None, remarks)) if r["correctness"] == "PASS" else why
         rows.add_row(str(i), score.problems[i], r["correctness"], number(r.get("latency_us"), ".4g"),
                      number(r.get("pytorch_latency_us"), ".4g"), number(r.get("speedup_vs_pytorch"), ".3g", "x"),
                      number(r.get("speedup_vs_compile"), ".3g", "x"), remark)  # fmt: skip
-    shares = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shares = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shares.add_column("fast_p over")
     for p in FAST:
         shares.add_column(f"{p:g}", justify="right")
@@ -297,8 +300,7 @@ def tables(score: Score, columns: int) -> str:
                            *(number(v and 100 * v, ".3g", "%") for v in score.fast(key, ids).values()))  # fmt: skip
     text = io.StringIO()
     console = Console(file=text, width=columns, highlight=False)
-    console.print(rows)
-    console.print(shares)
+    console.print(rows, "", shares, "", sep="\n")
     v = score.values()
     console.print(f"{v['problems']} problems, {v['solutions']} with a solution, {v['scored']} scored, "
                   f"{v['right']} right ({100 * v['correct']:.3g} %); geometric mean of the right ones: "
@@ -315,6 +317,7 @@ def plot(score: Score) -> bytes:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2))
     found = sorted((r["speedup_vs_pytorch"], i) for i, r in score.rows.items()
@@ -326,6 +329,9 @@ def plot(score: Score) -> bytes:
         left.set_xticks(range(len(found)), [str(i) for _, i in found], rotation=90, fontsize=7)
     left.set(yscale="log", xlabel="problem", ylabel="speedup over PyTorch",
              title=f"level {score.level}: {len(found)} of {len(score.problems)} solved")  # fmt: skip
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter("{x:g}x")
+    left.yaxis.set_minor_formatter(NullFormatter())
     ends = [0.5, *FAST, 8.0]
     steps = [ends[0] * (ends[-1] / ends[0]) ** (k / 400) for k in range(401)]
     for name, key in (("PyTorch", "speedup_vs_pytorch"), ("torch.compile", "speedup_vs_compile")):
@@ -334,7 +340,7 @@ def plot(score: Score) -> bytes:
             shares = [100 * sum(r > p for r in ratios) / len(score.problems) for p in steps]
             right.step(steps, shares, label=f"over {name}")
     right.set(xscale="log", xlabel="p", ylabel="problems of the level [%]", ylim=(0, 100), title="fast_p")
-    right.set_xticks(FAST, [f"{p:g}" for p in FAST])
+    right.set_xticks(marks := [0.5, 1, 1.5, 2, 3, 5, 8], [f"{p:g}" for p in marks])
     right.minorticks_off()
     right.grid(alpha=0.3)
     if right.get_legend_handles_labels()[0]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from autokernel import integrity, workers
 from autokernel.gitkeep import Repo
+from autokernel.kernelbench import lenient
 from autokernel.night import (
     KEPT,
     Night,
@@ -24,7 +25,7 @@ from autokernel.night import (
     kernel_bytes,
     other_runs,
 )
-from autokernel.paths import atomic_write, best_path, operator_of, repo_root, shared, workspace
+from autokernel.paths import atomic_write, best_path, operator_of, repo_root, target_folder, workspace
 from autokernel.records import Ledger, RecordError, Row, RunRecord, now
 
 
@@ -58,7 +59,8 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
             remarks = [f"the last run is experiment {done.experiment} already"]
             rest = {done.source_sha256, *(w.best.source_sha256 for w in night.works if w.best)}
             if hashlib.sha256(source).hexdigest() not in rest:
-                raise NightError(f"{remarks[0]}, and kernel.py was not measured since: run uv run bench.py first")
+                measure = night.current.bench if night.current else "uv run bench.py"
+                raise NightError(f"{remarks[0]}, and kernel.py was not measured since: run {measure} first")
         if night.current and (other := night.holder(night.current)):
             remarks.append(f"{night.current.name} is worker {other}'s by now; take another: uv run orchestrate.py next")
         elif night.current:
@@ -69,8 +71,8 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
 
 def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     """What a run may be recorded for. Raises NightError for a stale or an unclean one."""
-    v, again = run.values, "measure it: uv run bench.py"
-    work = night.current
+    v, work = run.values, night.current
+    again = f"measure it: {work.bench if work else 'uv run bench.py'}"
     if v["source_sha256"] != hashlib.sha256(source).hexdigest():
         raise NightError(f"kernel.py is not the source that was measured last; {again}")
     if work is None:
@@ -81,6 +83,8 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
         return work
     if v.get("quick"):
         raise NightError(f"the last run was --quick, which is never kept; {again}")
+    if work.problem and (options := lenient(v)):
+        raise NightError(f"the last run was with {options}, which is never kept; {again} without")
     if v.get("harness") != "clean":
         raise NightError(f"the last run's harness was {v.get('harness')}, not clean: see git status, then {again}")
     if v.get("harness_sha256") != integrity.digest():
@@ -142,7 +146,8 @@ def sync(ledger: Ledger, repo: Repo, night: Night) -> None:
         if not work.plan and work.name != work.op:
             continue  # a target of an earlier plan
         if work.best is None:
-            path.unlink(missing_ok=True)
+            if not (work.problem and work.earlier):  # a problem's solution stays until this run has its own
+                path.unlink(missing_ok=True)
         elif not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != work.best.source_sha256:
             atomic_write(path, _source_of(ledger, repo, work.best))
     last = next(iter(night.mine[-1:]), None)
@@ -195,7 +200,7 @@ def _start_of(ledger: Ledger, repo: Repo, work: Work) -> bytes:
         return _source_of(ledger, repo, kept)
     if not work.plan and operator_of(kernel_bytes()) == work.op:
         return kernel_bytes()
-    own = shared() / "targets" / work.name / "kernel.py"
+    own = target_folder(work.name) / "kernel.py"
     path = own if work.plan else repo_root() / "kernels" / f"{work.op}.py"
     try:
         return path.read_bytes()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autokernel.paths import atomic_write, cache_dir, repo_root, target_folder, workspace
+from autokernel.paths import atomic_write, cache_dir, repo_root, shared, target_folder, workspace
 
 HUB = "ScalingIntelligence/KernelBench"
 LEVELS = ("1", "2", "3", "4", "custom")
@@ -315,6 +315,51 @@ def keep_problem(problem: Problem) -> None:
         atomic_write(problem.folder / "problem.json", (json.dumps(problem.facts, indent=1) + "\n").encode())
 
 
+def plan(problems: list[Problem], backend: str) -> str:
+    """Make problems the targets of the night, beside those that are already. Returns what was done.
+
+    What was best on a problem so far becomes the kernel its work begins with. Raises ProblemError where a model is
+    planned here, OSError.
+    """
+    path = shared() / "plan.json"
+    old = json.loads(path.read_bytes()) if path.exists() else {"targets": []}
+    if others := [t["name"] for t in old["targets"] if not t["name"].startswith("kb/")]:
+        raise ProblemError(f"{path} plans a model ({', '.join(others[:3])}); move it away: mv {path} {path}.model, "
+                           "or work in a clone of its own")  # fmt: skip
+    targets = {t["name"]: t for t in old["targets"]}
+    for problem in (p for p in problems if p.key not in targets):
+        source = starter(problem.code, f"{problem.level}/{problem.id} {problem.name}", backend).encode()
+        keep_problem(problem)
+        if (best := problem.folder / "best.py").exists():
+            source = best.read_bytes()
+            _replace(problem.folder / "kernel.py", source)
+        elif not (problem.folder / "kernel.py").exists():
+            atomic_write(problem.folder / "kernel.py", source)
+        targets[problem.key] = {"name": problem.key, "op": KERNEL_TYPE, "shape": problem.name, "dtype": "float32",
+                                "share": 1.0, "where": f"problem {problem.id} of level {problem.level}"}  # fmt: skip
+    ranked = sorted(targets.values(), key=lambda t: (t["name"].split("/")[1], int(t["name"].split("/")[2])))
+    values = {"schema": 1, "model": "KernelBench", "inputs": f"{len(ranked)} problems", "dtype": "fp32",
+              "targets": ranked}  # fmt: skip
+    atomic_write(path, (json.dumps(values, indent=1) + "\n").encode())
+    return f"{len(ranked)} problems are targets, {len(ranked) - len(old['targets'])} of them new"
+
+
+def planned(problem: Problem) -> bool:
+    """Whether the problem is a target of the night: then `orchestrate.py record` decides what its best kernel is."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return any(t["name"] == problem.key for t in json.loads((shared() / "plan.json").read_bytes())["targets"])
+    return False
+
+
+def lenient(values: dict[str, Any]) -> str:
+    """Why a run that passed was not the official one in fp32, or ""."""
+    limit = TOLERANCE["fp32"]
+    asked = {"--correctness-only": values.get("speedup_vs_pytorch") is None, "--shrink": values.get("shrunk"),
+             "--precision": values.get("precision") != "fp32", "--n-trials": (values.get("n_trials") or 0) < TRIALS,
+             "--atol": (values.get("atol") or 0) > limit, "--rtol": (values.get("rtol") or 0) > limit}  # fmt: skip
+    return ", ".join(name for name, given in asked.items() if given)
+
+
 def history(problem: Problem) -> list[dict[str, str]]:
     """The rows of a problem's history.tsv, oldest first."""
     file = problem.folder / "history.tsv"
@@ -341,11 +386,16 @@ def put_away() -> list[str]:
         if data in known:
             return []
         place = workspace() / "unrecorded" / f"kernel-{hashlib.sha256(data).hexdigest()[:12]}.py"
+    _replace(place, data)
+    return [f"the kernel.py that was here is saved as {place}"]
+
+
+def _replace(place: Path, data: bytes) -> None:
+    """Write a kernel; another one that was there stays beside it: nothing is lost, whoever wrote it."""
     old = place.read_bytes() if place.exists() else data
-    if old != data:  # nothing is lost, whoever wrote it
+    if old != data:
         atomic_write(place.with_name(f"kernel-{hashlib.sha256(old).hexdigest()[:12]}.py"), old)
     atomic_write(place, data)
-    return [f"the kernel.py that was here is saved as {place}"]
 
 
 def note(problem: Problem, values: dict[str, Any], kernel: Path, keep_best: bool = True) -> bool:

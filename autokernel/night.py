@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
+from autokernel.kernelbench import KERNEL_TYPE
 from autokernel.paths import atomic_write, operator_of, repo_root, shared, workspace
 from autokernel.records import Ledger, Row, RunRecord
 from autokernel.workers import MAIN, claims, me
@@ -76,6 +77,16 @@ class Work:
     plan: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
     earlier: Row | None = None  # the best kernel of another run, where this one begins
+
+    @property
+    def problem(self) -> bool:
+        """Whether it is a KernelBench problem; then it is no part of a model's time."""
+        return self.op == KERNEL_TYPE
+
+    @property
+    def bench(self) -> str:
+        """The command that measures kernel.py on it."""
+        return "uv run kernelbench/bench_kb.py" if self.problem else "uv run bench.py"
 
     @property
     def size(self) -> str:
@@ -167,7 +178,7 @@ class Work:
         if (self.pct_roofline or 0) >= rules.near_peak_pct and (self.speedup or 0) >= 1:
             return f"finished: {self.pct_roofline:.0f} % of the roofline, {self.speedup:.2f}x"
         now, floor = self.spent()
-        if self.plan and 100 * (now - floor) < rules.min_model_gain_pct:
+        if self.plan and not self.problem and 100 * (now - floor) < rules.min_model_gain_pct:
             return f"at most {100 * max(0.0, now - floor):.1f} % of the model's time is left in it"
         return ""
 
@@ -291,6 +302,8 @@ class Night:
     def _why(self, work: Work) -> str:
         if not work.plan:
             return "the operator of kernel.py"
+        if work.problem:
+            return f"{work.size}, {work.plan['where']}, {100 * work.keep_rate:.0f} % chance of a gain"
         return (f"{100 * work.plan['share']:.1f} % of the model's time, {self.model_gain(work):.1f} % of today's time "
                 f"lies above its roofline, {100 * work.keep_rate:.0f} % chance of a gain")  # fmt: skip
 

@@ -77,7 +77,7 @@ def everyone() -> list[Worker]:
 def claims(idle_minutes: float) -> dict[str, str]:
     """Target, or operator without a model, to the living worker that has it."""
     alive = {w.name for w in everyone() if w.silent() < idle_minutes}
-    return {path.name: name for path, name in _claims() if name in alive}
+    return {_target(path): name for path, name in _claims() if name in alive}
 
 
 def claim(target: str) -> None:
@@ -89,10 +89,14 @@ def claim(target: str) -> None:
 
 def _claims() -> list[tuple[Path, str]]:
     found = []
-    for path in (paths.shared() / "claims").glob("[!.]*"):
-        with contextlib.suppress(FileNotFoundError):  # given up meanwhile
+    for path in (paths.shared() / "claims").rglob("[!.]*"):  # a problem's name has slashes
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # given up meanwhile
             found.append((path, path.read_text().strip()))
     return found
+
+
+def _target(path: Path) -> str:
+    return path.relative_to(paths.shared() / "claims").as_posix()
 
 
 def _claimed_by(name: str) -> list[Path]:
@@ -101,7 +105,7 @@ def _claimed_by(name: str) -> list[Path]:
 
 def _release(name: str, but: str = "") -> None:
     for path in _claimed_by(name):
-        if path.name != but:
+        if _target(path) != but:
             path.unlink(missing_ok=True)
 
 

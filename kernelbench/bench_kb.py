@@ -29,7 +29,7 @@ for compiled in Path(sys.path[-1]).glob("autokernel/**/__pycache__"):  # compile
     shutil.rmtree(compiled, ignore_errors=True)
 
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
-from autokernel.kernelbench import LEVELS, ProblemError, active_problem, load_problem, note  # noqa: E402
+from autokernel.kernelbench import LEVELS, ProblemError, active_problem, load_problem, note, planned  # noqa: E402
 from autokernel.paths import repo_root, workspace  # noqa: E402
 from autokernel.process import launcher, wanted  # noqa: E402
 
@@ -92,7 +92,7 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
         print(f"bench_kb.py: {error}", file=sys.stderr)
         return 2
     record.write()
-    note(problem, record.values, args.kernel)
+    note(problem, record.values, args.kernel, keep_best=not planned(problem))
     print(json.dumps(record.values, indent=1) if args.json else report.block(record.values, KEYS))
     if args.traceback and record.values.get("traceback"):
         print(record.values["traceback"], file=sys.stderr)
