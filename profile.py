@@ -30,7 +30,7 @@ else:
     import torch
 
     from autokernel import models, profiling, report, tables
-    from autokernel.paths import atomic_write, workspace
+    from autokernel.paths import atomic_write, shared, workspace
 
 
 def parser() -> "argparse.ArgumentParser":
@@ -73,7 +73,7 @@ def main() -> int:
     extra += [f"trace: {args.export_trace}"] if args.export_trace else []
     found.values["notes"] += extra
     found.values |= {"seconds": time.perf_counter() - start, "options": models.as_json(args)}
-    path = workspace() / "profile.json"
+    path = shared() / "profile.json"
     atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())
     print(path.read_text() if args.json else tables.summary(found.record(), args.top))
     if not args.json:

@@ -31,6 +31,7 @@ import torch
 from autokernel import ops, paths
 from autokernel.compare import TOLERANCES
 from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.kernelbench import KERNEL_TYPE
 from autokernel.night import KEPT
 from autokernel.records import Ledger
 from autokernel.source import KernelSource, read_kernel
@@ -95,14 +96,15 @@ class Project:
 def kept() -> dict[str, Path]:
     """Target -> the source of its best kernel so far, in order of rank."""
     ledger = Ledger()
-    best = {row.target: row for row in ledger.rows() if row.target and row.decision in KEPT}
+    rows = (row for row in ledger.rows() if row.decision in KEPT and row.kernel_type != KERNEL_TYPE)
+    best = {row.target: row for row in rows if row.target}
     ranked = sorted(best, key=lambda t: (int(head) if (head := t.partition("_")[0]).isdigit() else 0, t))
     return {target: ledger.attempt(best[target].experiment or 0) / "kernel.py" for target in ranked}
 
 
 def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
     """(the judge's best record of exactly this source or {}, why it does not count or "")."""
-    places = [paths.workspace() / "last_run.json", *(paths.workspace() / "experiments").glob("*/record.json")]
+    places = [paths.workspace() / "last_run.json", *(paths.shared() / "experiments").glob("*/record.json")]
     mine: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for place in places:
@@ -404,7 +406,7 @@ def _limits(source: KernelSource, spec: OpSpec, record: Mapping[str, Any]) -> li
 
 def read_source(path: Path, target: str = "") -> KernelSource:
     """Read and check a kernel file for export. Raises ExportError for imports that the Hub's loader cannot give it."""
-    expected = read_target(paths.workspace() / "targets" / target).spec.name if target else None
+    expected = read_target(paths.shared() / "targets" / target).spec.name if target else None
     source = read_kernel(path, expected)
     allowed = {"torch", "triton"} | sys.stdlib_module_names
     imports = [n for n in ast.walk(ast.parse(source.data)) if isinstance(n, (ast.Import, ast.ImportFrom))]

@@ -72,7 +72,7 @@ def _summary(night: Night) -> list[Block]:
 def _target(work: Work) -> list[Block]:
     blocks: list[Block] = [("title2", work.name)]
     if picture := _roofline(work):
-        blocks.append(("picture", (f"roofline-{work.name}", picture)))
+        blocks.append(("picture", (f"roofline-{work.name}".replace("/", "-"), picture)))
     else:
         blocks.append(("text", "No roofline: no experiment ran on a GPU whose peaks are known."))
     for title, kept in (("Kept", True), ("Rejected", False)):

@@ -155,11 +155,11 @@ class Ledger:
     """
 
     path: Path = field(default_factory=paths.ledger)
-    workspace: Path = field(default_factory=paths.workspace)
+    workspace: Path = field(default_factory=paths.shared)
     timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        # Beside the ledger, so that workers with their own workspace share it.
+        # beside the ledger, so that workers with their own workspace share it
         self._lock = FileLock(str(self.path.parent / "workspace" / f"{self.path.name}.lock"))
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import counters, gpu, integrity, ops
-from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.judge import OUT_OF_MEMORY, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
@@ -81,17 +81,29 @@ def run(
     waited already; they count as the run's.
     Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
+    target = active_target()
+    values = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run") | {"target": target.name if target else None}
+
+    def session(source, best, device, digest):
+        return _Session(source, best, device, options, target, progress, digest)
+
+    return recorded(options, launcher, harness, values, target.spec.name if target else None, session, spent)
+
+
+def recorded(options: Options, launcher: Launcher, harness, values: dict[str, Any], kind: str | None, open_session,
+             spent: float = 0.0) -> RunRecord:  # fmt: skip
+    """The record of one kernel file, judged by what `open_session(source, best, device, digest)` returns.
+
+    kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`.
+    """
     started, clock = now(spent), time.perf_counter()
     harness = harness or integrity.required(options.allow_dirty_harness)
-    target = active_target()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    values: dict[str, Any] = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run")
-    values |= {"started": started, "quick": options.quick, "target": target.name if target else None, "sizes": []}
-    values |= _device_values(device)
+    values |= {"started": started, "quick": options.quick, "sizes": []} | _device_values(device)
     values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
     data = b""
     try:
-        source = read_kernel(options.kernel, target.spec.name if target else None)
+        source = read_kernel(options.kernel, kind)
         data = source.data
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
         values["review"] = [f"{line}: {reason}" for line, reason in scan(data)]
@@ -100,9 +112,8 @@ def run(
         except KernelError as error:
             raise UsageError(f"--best: {error}") from None
         values["best_sha256"] = best.sha256 if best else None
-        session = _Session(source, best, device, options, target, progress, harness.sha256)
         with gpu_lock(device):
-            values |= session.run(launcher)
+            values |= open_session(source, best, device, harness.sha256).run(launcher)
     except KernelError as error:
         with contextlib.suppress(OSError):
             data = options.kernel.read_bytes()
@@ -116,48 +127,58 @@ class _Session:
     """The steps of one run, with what they share."""
 
     def __init__(self, source, best, device, options: Options, target: Target | None, progress, digest: str):
-        self.spec, self.source, self.best, self.options = ops.get(source.kernel_type), source, best, options
-        self.device, self.progress, self.target, self.digest = device, progress, target, digest
+        self.source, self.best, self.options, self.target = source, best, options, target
+        self.device, self.progress, self.digest = device, progress, digest
         self.limits = Limits(call=options.timeout, load=options.timeout)
         self.laps: dict[str, float] = {}  # where the time of a run went
         self._lap = time.perf_counter()
-        self.dtype = options.dtype or (target.dtype if target else self.spec.dtypes[0])
 
     def lap(self, name: str) -> None:
         """Note the seconds since the last lap."""
         self.laps[name] = time.perf_counter() - self._lap
         self._lap = time.perf_counter()
 
-    def run(self, launcher: Launcher) -> dict[str, Any]:
-        bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
+    def bench(self, launcher: Launcher) -> Bench:
+        self.spec = ops.get(self.source.kernel_type)
+        self.dtype = self.options.dtype or (self.target.dtype if self.target else self.spec.dtypes[0])
+        return Bench(self.spec, self.device, launcher, self.options.allow_tf32)
+
+    def cases(self, bench: Bench) -> tuple[list[Case], list[Case], list[str]]:
+        """What is asked, what is timed, and the labels of what was left out for its size."""
         primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
         cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
         timed = self._timed_cases(bench, primary)
+        if not timed:
+            raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
+        return cases, timed, left_out
+
+    def run(self, launcher: Launcher) -> dict[str, Any]:
+        bench = self.bench(launcher)
+        cases, timed, left_out = self.cases(bench)
         # read before the kernel runs: nothing it does can move the physical floor
         self.gpu = gpu.detect() if bench.on_gpu else None
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
-        if not timed:
-            raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
-        every = cases + timed
         cache = cache_dir() / "kernels" / "baseline"
-        workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker(cache, timed)}
+        workers = {"candidate": bench.open_kernel(self.source, cases + timed)}
+        if timed:
+            workers["baseline"] = bench.worker(cache, timed)
         if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
             workers["compiled"] = bench.worker(cache, timed)
-        if self.best:
+        if timed and self.best:
             workers["best"] = bench.open_kernel(self.best, timed)
         return {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
 
     def _judged(self, bench: Bench, workers, cases: list[Case], timed: list[Case]) -> dict[str, Any]:
-        stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in STAGES]
+        stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in bench.stages]
         values: dict[str, Any] = {}
         try:
             self.progress("starting")
             loaded = bench.load_kernel(workers["candidate"], self.limits)
             self.lap("start")
-            if self.source.backend == "cuda" and not bench.on_gpu:
+            if self.source.backend == "cuda" and not bench.on_gpu and b"CUDA_SRC" in self.source.data:
                 return self._compiled_only(workers["candidate"])
             stages, replies = run_stages(
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
@@ -169,7 +190,7 @@ class _Session:
             stages[0].failures.append(f"loading kernel.py: {failure}")
         self.lap("stages")
         values |= stage_values(stages, self.options.quick)
-        if values["correctness"] != "PASS":
+        if values["correctness"] != "PASS" or not timed:
             return values
         try:
             return values | self._timed(bench, workers, timed)
@@ -260,12 +281,11 @@ class _Session:
     def _start_others(self, bench: Bench, workers, timed: list[Case]) -> None:
         for name in ("baseline", "compiled"):
             if name in workers:
-                workers[name].share(bench.flush_bytes, START_SECONDS)
-                workers[name].ask("load", START_SECONDS, op=self.spec.name, compile=name == "compiled")
+                bench.load_baseline(workers[name], name == "compiled")
         if "best" in workers:
             bench.load_kernel(workers["best"], self.limits)
         if "compiled" in workers:
-            self.progress("torch.compile max-autotune, once per shape and device")
+            self.progress("torch.compile, once per shape and device")
             try:
                 for case in timed:
                     layout = bench.stage_fresh(workers["compiled"], case)

@@ -35,7 +35,7 @@ import sys
 import time
 import traceback
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import gt
 from pathlib import Path
 from sys import getrefcount
@@ -54,12 +54,17 @@ def link(fd: int, memory: int) -> tuple:
     return box.extend, serve(socket.socket(fileno=fd), memory, box)
 
 
-def sibling(name: str):
-    """Another file of this package, loaded by path: under no name that a kernel could import it by."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def by_path(name: str, path: Path):
+    """A module under no name that a kernel could import it by."""
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def sibling(name: str):
+    """Another file of this package."""
+    return by_path(name, Path(__file__).with_name(f"{name}.py"))
 
 
 def serve(sock: socket.socket, memory: int, box: list):
@@ -133,7 +138,8 @@ def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
     """Open the arena and look up, before a kernel is here, every function that is used while one is."""
     os.environ.update(request["environment"])  # before Triton is imported, which reads it once
     torch.set_grad_enabled(False)
-    self = SimpleNamespace(torch=torch, box=box, function=None, last={}, kept={}, inputs={}, seen=[])
+    self = SimpleNamespace(torch=torch, box=box, function=None, last={}, kept={}, inputs={}, seen=[], model=None)
+    self.generators = [torch.default_generator]
     self.device = torch.device(request["device"])
     self.on_gpu = self.device.type == "cuda"
     exposed = sibling("exposed")
@@ -177,6 +183,7 @@ def set_up_gpu(self, flush_bytes: int) -> None:
     self.set_aside = ctypes.c_size_t(0)
     self.read_set_aside = partial(driver.cuCtxGetLimit, ctypes.byref(self.set_aside), persisting)
     driver.cuCtxSetLimit(persisting, ctypes.c_size_t(0))
+    self.generators.append(torch.cuda.default_generators[index])
     self.reset_peak = partial(c._cuda_resetPeakMemoryStats, index)
     self.memory_stats = partial(c._cuda_memoryStats, index)
 
@@ -210,17 +217,20 @@ def attributes_of(tensor) -> list[str]:
     return sorted(name for name in map(str, tensor.__dict__) if not name.startswith("_dynamo_"))
 
 
-def holders(self, tensor) -> list[int]:
-    """How many hold a tensor's memory: its storage, the tensor and its base, each counted by their owners."""
-    base = tensor._base
-    storage = self.use_count(tensor.untyped_storage()._cdata) - (base is not None)
-    return [storage, getrefcount(tensor), getrefcount(base) if base is not None else 0]
+def holders(self, tensors: list) -> list[list[int]]:
+    """How many hold each tensor's memory: its storage, the tensor and its base, each counted by their owners."""
+    counts = []
+    for tensor in tensors:
+        base = tensor._base
+        storage = self.use_count(tensor.untyped_storage()._cdata) - (base is not None)
+        counts.append([storage, getrefcount(tensor), getrefcount(base) if base is not None else 0])
+    return counts
 
 
 def unheld(self) -> list[int]:
-    """What `holders` says at most of a tensor that only a local variable holds."""
-    whole, part = self.torch.empty(2), self.torch.empty(2)[:1]
-    return [max(pair) for pair in zip(holders(self, whole), holders(self, part), strict=True)]
+    """What `holders` says at most of tensors that only their list holds."""
+    counts = holders(self, [self.torch.empty(2), self.torch.empty(2)[:1]])
+    return list(map(max, *counts))
 
 
 # ---- running the kernel's code ---------------------------------------------------------------------------------------
@@ -251,7 +261,14 @@ def step(self, function, *args, **kwargs):
 def load(self, request: dict):
     """Import the candidate, or build a trusted baseline; answer with what `kernel_fn` takes."""
     start = self.clock()
-    if "op" in request:
+    self.aliasing = request.get("aliasing", False)
+    if "model" in request:  # made by the judge: plain data and tensors
+        self.model = self.torch.load(request["model"], map_location="cpu", weights_only=True)
+        build = partial(sibling("modelcall").build, package=self.model, device=self.device)
+        init = self.model["init"]
+        if init is None:  # the problem's constructor takes more than plain data
+            init = by_path("problem", Path(request["problem"])).get_init_inputs()
+    if "compile" in request:
         self.function, self.changed = baseline(self, request), list
     else:
         watch = sibling("watch")
@@ -260,9 +277,12 @@ def load(self, request: dict):
         self.operators_before = self.operators()
         self.seen = watch.hide()
         module = yield from import_kernel(self, Path(request["path"]))
-        (self.function,) = yield from outside(self, step(self, getattr, module, "kernel_fn", None))
+        name = "ModelNew" if self.model else "kernel_fn"
+        (self.function,) = yield from outside(self, step(self, getattr, module, name, None))
         if not callable(self.function):
-            raise AttributeError("kernel.py defines no function kernel_fn")
+            raise AttributeError(f"kernel.py defines no {name}")
+        if self.model:
+            (self.function,) = yield from outside(self, step(self, build, self.function, init))
     (signature,) = yield from outside(self, step(self, inspect.signature, self.function))
     taken = signature.parameters.items()
     parameters = {n: p.default is p.empty for n, p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -283,10 +303,14 @@ def import_kernel(self, path: Path):
 
 def baseline(self, request: dict):
     sys.path.append(str(ROOT))  # last: nothing in the repository stands in for a library
+    if self.model:
+        module, compiled = by_path("problem", Path(request["problem"])), "default" if request["compile"] else ""
+        init = self.model["init"] or module.get_init_inputs()
+        return sibling("modelcall").build(module.Model, init, self.model, self.device, compiled)
     from autokernel import ops
 
     function = ops.get(request["op"]).baseline
-    if request.get("compile"):
+    if request["compile"]:
         function = self.torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
     return function
 
@@ -330,31 +354,49 @@ def arguments(self, request: dict):
 
 def call(self, request: dict):
     inputs, bring = arguments(self, request)
-    output = tensor(self, request["output"], "start").data
+    outputs = [tensor(self, spec, "start").data for spec in request["outputs"]]
     before = {name: facts_of(value) for name, value in inputs.items()}
     job = step(self, self.function, **inputs, **request["scalars"])
     run = timed_gpu if self.on_gpu else timed_cpu
-    out, reply = yield from run(self, bring, output, job, request)
-    del job
-    reply["late"] = yield from late(self, out, output, request["poison"])
+    out, reply = yield from run(self, bring, outputs, job, request)
+    outs = list(out) if self.model else [out]
+    del job, out
+    reply["late"] = yield from late(self, outs, outputs, request["poison"])
     reply["left"] = [f"another tensor in place of {k}" for k, v in before.items() if facts_of(inputs[k]) != v]
-    if matches(self, out, output) and any(map(gt, holders(self, out), self.unheld)):
+    if held(self, outs, outputs):
         yield from outside(self, self.collect)  # perhaps only a cycle of the kernel's own variables
-        if any(map(gt, holders(self, out), self.unheld)):
+        if held(self, outs, outputs):
             reply["left"].append("a reference to its output, a buffer that the next calls overwrite")
-    reply["out"] = describe(self, out)
-    remember(self, out)
+    reply["outs"] = [describe(self, out) for out in outs]
+    remember(self, outs)
     return reply
 
 
-def timed_gpu(self, bring, output, job, request):
+def held(self, outs: list, outputs: list) -> bool:
+    """Whether an output is held by more than the list of outputs, which may share one memory."""
+    if self.aliasing or len(outs) != len(outputs) or not all(map(partial(matches, self), outs, outputs)):
+        return False
+    most = [count + len(outs) - 1 for count in self.unheld]
+    return any(any(map(gt, counts, most)) for counts in holders(self, outs))
+
+
+def prelude(self, request) -> list:
+    """Steps that give a model the random numbers and the state that the judge's own copy has in this call."""
+    if request["seed"] is None:
+        return []
+    steps = [partial(generator.manual_seed, request["seed"]) for generator in self.generators]
+    return steps + [step(self, self.function.reset)] * self.model["stateful"]
+
+
+def timed_gpu(self, bring, outputs, job, request):
     first, flushing, start, end, done = (partial(self.record, event, self.stream) for event in self.events)
     self.reset_peak()
     wait, flush = partial(self.sleep, request["wait_cycles"]), partial(self.sum, self.flush, 0, out=self.flushed)
-    steps = [first, wait, bring, flushing, flush, start, self.clock, job, self.clock, end]
-    steps.append(hand_over(self, output, steps.index(job)))
+    steps = [*prelude(self, request), first, wait, bring, flushing, flush, start, self.clock, job, self.clock, end]
+    at = steps.index(job)
+    steps.append(hand_over(self, outputs, at))
     results = yield from outside(self, *steps, self.synchronize, done, self.synchronize, self.read_set_aside)
-    began, out, ended = results[6:9]
+    began, out, ended = results[at - 1 : at + 2]
     del results
     if self.set_aside.value:
         raise LeftBehind("a part of L2 set aside, which no flush reaches")
@@ -364,19 +406,21 @@ def timed_gpu(self, bring, output, job, request):
     return out, times | {"host_s": ended - began, "peak_bytes": peak}
 
 
-def timed_cpu(self, bring, output, job, request):
-    steps = bring, self.clock, job, self.clock, hand_over(self, output, 2)
-    _, began, out, ended, _ = yield from outside(self, *steps)
+def timed_cpu(self, bring, outputs, job, request):
+    steps = [*prelude(self, request), bring, self.clock, job, self.clock]
+    steps.append(hand_over(self, outputs, len(steps) - 2))
+    began, out, ended, _ = (yield from outside(self, *steps))[-4:]
     times = {"before_s": 0.0, "flush_s": 0.0, "device_s": ended - began, "after_s": 0.0, "host_s": ended - began}
     return out, times | {"peak_bytes": 0}
 
 
-def hand_over(self, output, at: int):
+def hand_over(self, outputs: list, at: int):
     """A step that copies the result of another one, `at`, where the judge reads it, on the stream, at once.
 
     A wrong result is left to the judge.
     """
-    return partial(self.attempt, list, map(self.copy_, (output,), map(self.box.__getitem__, (at + AHEAD,))))
+    result = map(self.box.__getitem__, (at + AHEAD,))
+    return partial(self.attempt, list, map(self.copy_, outputs, chain.from_iterable(result) if self.model else result))
 
 
 def matches(self, out, output) -> bool:
@@ -384,22 +428,23 @@ def matches(self, out, output) -> bool:
     return same and out.device == output.device and out.layout == self.strided and str(self.keys(out)) in self.plain
 
 
-def late(self, out, output, poison: int):
-    """Whether the result changed after it was handed over.
+def late(self, outs: list, outputs: list, poison: int):
+    """Whether a result changed after it was handed over.
 
     Fills the output before with noise: so what torch.empty hands to the kernel next never holds an earlier answer.
     """
-    fits, old = matches(self, out, output), self.last.get("out")
-    steps = [partial(self.equal, out, output)] * fits
-    if type(old) is self.tensor_type and old.layout == self.strided and old.numel():
-        steps.append(partial(self.fill_, old.untyped_storage(), poison))
+    pairs = [pair for pair in zip(outs, outputs, strict=False) if matches(self, *pair)]
+    olds = [] if self.aliasing else [o for o in self.last.get("outs", ()) if type(o) is self.tensor_type]
+    steps = [partial(self.equal, *pair) for pair in pairs]
+    steps += [partial(self.fill_, o.untyped_storage(), poison) for o in olds if o.layout == self.strided and o.numel()]
     results = yield from outside(self, *steps)
-    if not fits or results[0]:
-        return False
-    # NaNs are unequal to themselves: look again without
-    finite = yield from outside(self, partial(self.finite, out), partial(self.finite, output))
-    (equal,) = yield from outside(self, partial(self.equal, *finite))
-    return not equal
+    for (out, output), same in zip(pairs, results, strict=False):
+        if not same:  # NaNs are unequal to themselves: look again without
+            finite = yield from outside(self, partial(self.finite, out), partial(self.finite, output))
+            (equal,) = yield from outside(self, partial(self.equal, *finite))
+            if not equal:
+                return True
+    return False
 
 
 def describe(self, out) -> dict:
@@ -407,9 +452,8 @@ def describe(self, out) -> dict:
     if type(out) is not self.tensor_type:
         return {"type": f"{type(out).__module__}.{type(out).__qualname__}"}
     storage = out.untyped_storage() if out.layout == self.strided else None
-    low = storage.data_ptr() if storage else 0
-    high = low + (storage.nbytes() if storage else 0)
-    arena, last = self.arena.data_ptr(), self.last.get("span")
+    low, high = span_of(storage) if storage else (0, 0)
+    arena, last = self.arena.data_ptr(), self.last.get("spans", ())
     return {
         "type": "torch.Tensor",
         "dtype": str(out.dtype).removeprefix("torch."),
@@ -420,17 +464,20 @@ def describe(self, out) -> dict:
         "attributes": attributes_of(out),
         "requires_grad": out.requires_grad,
         "aliases_input": bool(low < arena + self.arena.numel() and arena < high and high > low),
-        "aliases_previous": bool(last is not None and low < high and low < last[1] and last[0] < high),
+        "aliases_previous": low < high and any(low < end and start < high for start, end in last),
     }
 
 
-def remember(self, out) -> None:
-    """Keep this output until after the next call; the one before will be freed in `outside`."""
-    self.kept, self.last = self.last, {"out": out}
-    if type(out) is self.tensor_type and out.layout == self.strided:
-        storage = out.untyped_storage()
-        # read before the handle is kept: a resized storage would move
-        self.last["span"] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+def remember(self, outs: list) -> None:
+    """Keep these outputs until after the next call; the ones before will be freed in `outside`."""
+    self.kept, self.last = self.last, {"outs": outs}
+    plain = [out for out in outs if type(out) is self.tensor_type and out.layout == self.strided]
+    # read before the handles are kept: a resized storage would move
+    self.last["spans"] = [span_of(out.untyped_storage()) for out in plain]
+
+
+def span_of(storage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 # ---- measurements without a verdict ----------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ class OpSpec:
     sites: Mapping[str, Callable[[Any], Iterator[Any]]] = field(default_factory=dict)
     # axes that a model's batch or length changes; several scale together ("q_len+kv_len")
     scaled: tuple[str, ...] = ()
+    least_flops: bool = True  # whether no right answer takes fewer: a model's may be rewritten
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
@@ -162,9 +163,16 @@ class OpSpec:
         dtype = DTYPES[case.dtype] if self.out_dtype == "float" else getattr(torch, self.out_dtype)
         return TensorSpec("out", shape, strides_of(shape, "contiguous")[0], dtype)
 
+    def outputs(self, case: Case) -> tuple[TensorSpec, ...]:
+        """All outputs of a case: an operator has one, a model may have several."""
+        return (self.output(case),)
+
     def bytes_moved(self, case: Case) -> int:
-        """Bytes of each input once and of the output once: what any kernel must move through memory."""
-        return self.bytes_read(case) + self.output(case).nbytes
+        """Bytes of each input once and of each output once: what any kernel must move through memory."""
+        return self.bytes_read(case) + self.bytes_written(case)
+
+    def bytes_written(self, case: Case) -> int:
+        return sum(t.nbytes for t in self.outputs(case))
 
     def bytes_read(self, case: Case) -> int:
         return sum(t.nbytes for t in self.tensors(case).values())

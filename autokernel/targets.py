@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autokernel import ops
-from autokernel.paths import workspace
+from autokernel.paths import shared, target_folder, workspace
 from autokernel.spec import DTYPES, Case, OpSpec, axes_shape
 
 INTERPRETED_FLOPS = 1e7  # what Triton's interpreter does in some seconds
@@ -146,7 +146,7 @@ def read_target(folder: Path) -> Target:
 
 def read_targets() -> list[Target]:
     """Every extracted target, by rank. Raises TargetError."""
-    folders = [f.parent for f in (workspace() / "targets").glob("*_*/target.json")]
+    folders = [f.parent for f in (shared() / "targets").glob("*_*/target.json")]
     return [read_target(f) for f in sorted(folders, key=lambda f: int(f.name.partition("_")[0]))]
 
 
@@ -155,4 +155,7 @@ def active_target() -> Target | None:
     pointer = workspace() / "active"
     if not pointer.exists():
         return None
-    return read_target(workspace() / "targets" / pointer.read_text().strip())
+    name = pointer.read_text().strip()
+    if name.startswith("kb/"):
+        raise TargetError(f"the active target is the KernelBench problem {name}: uv run kernelbench/bench_kb.py")
+    return read_target(target_folder(name))

@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autokernel.compare import compare
 from autokernel.gpu import Calibration, GpuSpec, floor_seconds
 from autokernel.judge import Bench, Limits, ask_once, value_fault
 from autokernel.spec import Case
@@ -154,6 +153,7 @@ def time_case(
                 timing.invalid = fault or _wrong(bench, asked, workers[name], private, not timed or step in oracle)
                 if timing.invalid:
                     return timing
+            workers[name].taken.clear()
         answered = private
         if turn in looks and (replaced := workers["candidate"].replaced()):
             timing.invalid = REPLACED.format(", ".join(replaced)[:300])
@@ -182,13 +182,7 @@ def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -
     if by_oracle:
         fault = value_fault(bench, worker, case, private)
     else:
-        layout = bench.layout(case)
-        torch_out = bench.yardstick(case, layout, private)
-        # a cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider
-        fault = compare(
-            worker.output(layout), torch_out.double(), depth=bench.spec.depth(case.size),
-            factor=4 * bench.spec.tolerance, allow_tf32=bench.allow_tf32,
-        ).reason  # fmt: skip
+        fault = bench.roughly(case, bench.layout(case), private, *worker.outputs()).reason
     return f"output of a timed call: {fault}" if fault else ""
 
 
@@ -211,7 +205,7 @@ def _warm_up(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: L
             if timing.invalid:
                 return 0, False
     timing.wait = 1.5 * max(hosts.values()) + 30e-6
-    fewest, most = REPETITIONS if bench.on_gpu else CPU_REPETITIONS
+    fewest, most = bench.repetitions or (REPETITIONS if bench.on_gpu else CPU_REPETITIONS)
     slow = not bench.on_gpu and hosts["candidate"] > 0.02
     return max(fewest, min(most, int(TARGET_SECONDS / max(base, 1e-9)))), slow
 
@@ -221,8 +215,8 @@ def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: 
     case, seconds = timing.case, timing.seconds()
     if bench.on_gpu:
         floor = floor_seconds(
-            timing.flops, bench.spec.bytes_read(case), case.dtype, gpu, calibration,
-            write_bytes=bench.spec.output(case).nbytes, allow_tf32=bench.allow_tf32,
+            timing.flops if bench.spec.least_flops else 0.0, bench.spec.bytes_read(case), case.dtype, gpu, calibration,
+            write_bytes=bench.spec.bytes_written(case), allow_tf32=bench.allow_tf32,
         )  # fmt: skip
         floor = FLOOR_SLACK * floor if floor else 0.0
     else:

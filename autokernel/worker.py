@@ -57,16 +57,21 @@ class Layout:
     inputs: Mapping[str, TensorSpec]
     starts: Mapping[str, int]
     input_bytes: int
-    output: TensorSpec
+    outputs: tuple[TensorSpec, ...]
+    output_starts: tuple[int, ...]  # from where the output region begins
     output_bytes: int
 
     @classmethod
-    def of(cls, inputs: Mapping[str, TensorSpec], output: TensorSpec) -> Layout:
+    def of(cls, inputs: Mapping[str, TensorSpec], *outputs: TensorSpec) -> Layout:
         starts, position = {}, GUARD
         for name, spec in inputs.items():
             starts[name] = position
             position += _aligned(spec.span * spec.dtype.itemsize) + GUARD
-        return cls(inputs, starts, position, output, _aligned(output.span * output.dtype.itemsize) + GUARD)
+        output_starts, end = [], 0
+        for spec in outputs:
+            output_starts.append(end)
+            end += _aligned(spec.span * spec.dtype.itemsize) + GUARD
+        return cls(inputs, starts, position, outputs, tuple(output_starts), end)
 
     @property
     def total(self) -> int:
@@ -79,6 +84,11 @@ class Layout:
 
 def _aligned(count: int) -> int:
     return -(-count // GUARD) * GUARD
+
+
+def noise(region: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Fill bytes, a multiple of eight of them, with random ones."""
+    region.view(torch.int64).random_(-(2**63), None, generator=generator)
 
 
 def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
@@ -148,32 +158,37 @@ class Worker:
         self.shift, self.mask = SHIFT - self.shift, random.SystemRandom().getrandbits(63)
         staged = self.arena[: layout.input_bytes].view(torch.int64)
         torch.bitwise_xor(private.view(torch.int64), self.mask, out=staged)
-        self.arena[2 * layout.input_bytes + SHIFT : layout.total].random_(0, 256)
+        noise(self.arena[2 * layout.input_bytes + SHIFT : layout.total])
 
     def inputs_untouched(self, layout: Layout, private: torch.Tensor) -> bool:
         start = layout.input_bytes + self.shift
         return torch.equal(self.arena[start : start + layout.input_bytes], private)
 
-    def output(self, layout: Layout) -> torch.Tensor:
-        """The last call's output, copied out of the arena when its answer came."""
+    def outputs(self) -> list[torch.Tensor]:
+        """The last call's outputs, copied out of the arena when its answer came."""
         return self.taken
 
-    def output_settled(self, layout: Layout) -> bool:
+    def outputs_settled(self, layout: Layout) -> bool:
         """Whether the arena still holds what was taken: nothing wrote there after the answer."""
-        return same_bits(self._arena_output(layout), self.taken)
+        return all(map(same_bits, self._arena_outputs(layout), self.taken))
 
-    def _arena_output(self, layout: Layout) -> torch.Tensor:
-        return view_of(self.arena, 2 * layout.input_bytes + SHIFT, layout.output)
+    def _arena_outputs(self, layout: Layout) -> list[torch.Tensor]:
+        base = 2 * layout.input_bytes + SHIFT
+        return [view_of(self.arena, base + at, s) for at, s in zip(layout.output_starts, layout.outputs, strict=True)]
 
-    def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0) -> dict[str, Any]:
+    def call(
+        self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0, seed: int | None = None
+    ) -> dict[str, Any]:
         """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
 
-        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory.
+        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory. seed: of the
+        random numbers that a model draws in its forward.
         """
+        self.taken = []  # a large one is freed before the next is taken
         self._synchronize()
         started = time.perf_counter()
-        reply = self._ask_about(layout, scalars, timeout, "call", wait_s)
-        self.taken = self._arena_output(layout).clone()
+        reply = self._ask_about(layout, scalars, timeout, "call", wait_s, seed)
+        self.taken = [output.clone() for output in self._arena_outputs(layout)]
         self._synchronize()
         if fault := malformed(reply):
             self.child.kill()
@@ -209,8 +224,9 @@ class Worker:
         values = {name: found.get(name) for name in ("registers", "spill_bytes", "smem_bytes")}
         return {name: value if type(value) is int else None for name, value in values.items()}
 
-    def _ask_about(self, layout: Layout, scalars, timeout: float, do: str, wait_s: float = 0.0) -> dict[str, Any]:
-        work = layout.input_bytes + self.shift
+    def _ask_about(self, layout: Layout, scalars, timeout: float, do: str, wait_s: float = 0.0, seed=None) -> dict:
+        work, base = layout.input_bytes + self.shift, 2 * layout.input_bytes + SHIFT
+        outputs = zip(layout.output_starts, layout.outputs, strict=True)
         described = {
             name: {**_described(spec), "work": work + layout.starts[name], "offset": spec.offset}
             for name, spec in layout.inputs.items()
@@ -219,7 +235,8 @@ class Worker:
             do,
             timeout,
             inputs=described,
-            output={**_described(layout.output), "start": 2 * layout.input_bytes + SHIFT},
+            outputs=[{**_described(spec), "start": base + at} for at, spec in outputs],
+            seed=seed,
             stage=0,
             work=work,
             mask=self.mask,
@@ -335,7 +352,7 @@ class Worker:
 
     def close(self) -> None:
         self.child.close()
-        self.arena = self.taken = None
+        self.arena, self.taken = None, []
 
 
 def _reported(error: Any) -> WorkerFailure:
@@ -380,13 +397,14 @@ def malformed(reply: Mapping[str, Any]) -> str:
         value = reply.get(name)
         if type(value) not in (int, float) or not 0 <= value < 1e6 or (name == "device_s" and value == 0):
             return f"{name} = {str(value)[:40]}"
-    out = reply.get("out")
     kinds = {"type": str, "dtype": str, "layout": str, "device": str, "shape": list, "attributes": list}
     kinds |= {"aliases_input": bool, "aliases_previous": bool, "requires_grad": bool}
-    if not isinstance(out, dict) or not isinstance(out.get("type"), str):
+    outs = reply.get("outs")
+    if not isinstance(outs, list) or not all(isinstance(o, dict) and isinstance(o.get("type"), str) for o in outs):
         return "no description of the output"
-    if out["type"] == "torch.Tensor" and (bad := [k for k, kind in kinds.items() if type(out.get(k)) is not kind]):
-        return f"output {bad[0]}"
+    for out in (o for o in outs if o["type"] == "torch.Tensor"):
+        if bad := [k for k, kind in kinds.items() if type(out.get(k)) is not kind]:
+            return f"output {bad[0]}"
     if type(reply.get("late")) is not bool or type(reply.get("peak_bytes")) is not int:
         return "no facts about the call"
     return "" if isinstance(reply.get("left"), list) else "no list of leftovers"

@@ -1,0 +1,180 @@
+"""What a KernelBench problem will take, before anything of its size exists: it is run on PyTorch's meta device.
+
+And the same problem at smaller sizes, for a machine without a GPU: integers in its module, get_inputs and
+get_init_inputs are halved, the largest first, as long as the model still runs there.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from autokernel.kernelbench import GIVEN
+from autokernel.modelcall import flat, named, rebuilt, tensors_of
+from autokernel.spec import DTYPES
+
+CONTEXT_BYTES = 600 << 20  # what a process on the GPU takes before its first tensor, and the buffer that flushes L2
+CPU_FLOPS_PER_S, CPU_BYTES_PER_S = 2e10, 4e9  # a few cores; good for "seconds, minutes or hours"
+SMALL_FLOPS, SMALL_BYTES = 2e8, 4e7  # where halving stops: well under a second on a CPU
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of inputs, outputs and parameters, the most that one call holds beside its inputs, and counted FLOPs.
+
+    FLOPs are those of matrix products, convolutions and attention. complete: whether forward ran on the meta device;
+    otherwise outputs and working memory are not known and zero.
+    """
+
+    inputs: int
+    outputs: int
+    parameters: int
+    working: int
+    flops: float
+    complete: bool
+
+    def needed(self, workers: int) -> int:
+        """Bytes of device memory in a run with so many children: each has an arena (two copies of the inputs and the
+        output), the model, a call's working memory and the output before; the judge has the reference, two inputs
+        that it drew and one being drawn, one output taken, and what comparing it takes."""
+        child = 2 * self.inputs + self.outputs + self.parameters + self.working + self.outputs + CONTEXT_BYTES
+        judge = 3 * self.inputs + self.parameters + self.working + self.outputs + CONTEXT_BYTES + (1 << 30)
+        return judge + workers * child
+
+    @property
+    def cpu_seconds(self) -> float:
+        """A rough time of one call on a CPU."""
+        return self.flops / CPU_FLOPS_PER_S + (self.inputs + self.parameters + 2 * self.working) / CPU_BYTES_PER_S
+
+
+def footprint(code: str, precision: str = "fp32") -> Footprint:
+    """Run a problem on the meta device. Raises whatever loading its module raises."""
+    module = ModuleType("kernelbench_problem")
+    exec(compile(code, "problem.py", "exec"), vars(module))
+    dtype = DTYPES[precision]
+
+    def there(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(t, device="meta", dtype=dtype if t.is_floating_point() else t.dtype)
+
+    template, tensors = named(_on_meta(module.get_inputs))
+    tensors = {n: there(t) for n, t in tensors.items()}
+    init = list(getattr(module, "get_init_inputs", list)())
+    with torch.no_grad():
+        try:
+            model = _on_meta(lambda: module.Model(*init)).to(device="meta", dtype=dtype)
+            held = {**tensors_of(model), **tensors}
+            with _Peak(held.values()) as peak, FlopCounterMode(display=False) as counter:
+                outs = flat(model(*rebuilt(template, tensors)))
+            flops, working, complete = float(counter.get_total_flops()), peak.most, True
+        except Exception:  # noqa: BLE001 - anybody's code, which may look at values
+            outs, flops, working, complete, model = (), 0.0, 0, False, torch.nn.Module()
+    return Footprint(
+        _nbytes(tensors.values()), _nbytes(outs), _nbytes(tensors_of(model).values()), working, flops, complete
+    )
+
+
+def _on_meta(make: Any) -> Any:
+    """What `make` makes, on the meta device where it can be made there."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception:  # noqa: BLE001 - anybody's code, which may look at values
+        return make()
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes of storage that lived at once, those of `held` not counted."""
+
+    def __init__(self, held: Any):
+        super().__init__()
+        self.living = {t.untyped_storage()._cdata: 1 for t in held}
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.living:
+                    self.now += size
+                    self.most = max(self.most, self.now)
+                self.living[key] = self.living.get(key, 0) + 1
+                weakref.finalize(tensor, self._gone, key, size)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.living[key] -= 1
+        if not self.living[key]:
+            del self.living[key]
+            self.now -= size
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a GPU, or on this machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def memory_fault(found: Footprint, workers: int, device: torch.device) -> str:
+    """Why a problem does not fit, in one line; "" if it does."""
+    needed, free = found.needed(workers), free_bytes(device)
+    if needed <= free:
+        return ""
+    least = "" if found.complete else "at least "
+    where = "this GPU" if device.type == "cuda" else "this machine"
+    text = f"the problem needs {least}{needed / 2**30:.1f} GiB for {workers} processes and the judge, {where} has "
+    return text + f"{free / 2**30:.1f} GiB free"
+
+
+# ---- smaller sizes ---------------------------------------------------------------------------------------------------
+
+
+def shrunk_code(code: str, precision: str = "fp32") -> str:
+    """The problem's source at sizes that a CPU runs well under a second, or as near as halving gets."""
+
+    def weight(text: str) -> float:
+        found = footprint(text, precision)
+        size = found.inputs + found.parameters + found.working
+        return found.flops / SMALL_FLOPS + size / SMALL_BYTES if found.complete else float("inf")
+
+    tree = ast.parse(code)
+    now = weight(code)
+    while 1 < now < float("inf"):
+        for node in sorted(_sizes(tree), key=lambda n: -n.value):
+            node.value, old = node.value // 2, node.value
+            try:
+                then = weight(ast.unparse(tree))
+            except Exception:  # noqa: BLE001 - sizes that the module itself refuses
+                then = float("inf")
+            if then < 0.95 * now:
+                now = then
+                break
+            node.value = old
+        else:
+            break
+    return ast.unparse(tree)
+
+
+def _sizes(tree: ast.Module) -> Iterator[Any]:
+    """Integers of four and more in assignments of the module and in the functions that make inputs."""
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) or getattr(node, "name", "") in GIVEN:
+            constants = (n for n in ast.walk(node) if isinstance(n, ast.Constant))
+            yield from (n for n in constants if type(n.value) is int and n.value >= 4)
