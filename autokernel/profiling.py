@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, record_function
 from autokernel import gpu
 from autokernel.graph import VIEWS, Capture, Graph, View, execute, flops, interpret, module_path, name, shape, value
 from autokernel.models import Loaded
-from autokernel.sites import Found, Site, find
+from autokernel.sites import Found, Site, described, find
 
 RANGE = "autokernel::"
 FORWARD = RANGE + "forward"
@@ -416,7 +416,7 @@ def _site(site: Site, by_site, calls) -> dict[str, Any]:
 
 def _argument(site: Site, argument: str) -> dict[str, Any]:
     tensor, given = site.tensors[argument], site.match.args[argument]
-    values = {"shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": str(tensor.dtype)[6:]}
+    values = described(tensor)
     return values if isinstance(given, View) else {**values, "filled": given}
 
 

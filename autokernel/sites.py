@@ -108,8 +108,7 @@ class Site:
     @cached_property
     def key(self) -> str:
         """Sites with the same key are one target: operator, dtypes, shapes, strides, scalars."""
-        tensors = [f"{n}{list(t.shape)}{list(t.stride())}{_NAMES.get(t.dtype)}" for n, t in self.tensors.items()]
-        return " ".join([self.op, self.dtype, *tensors, *(f"{k}={v}" for k, v in self.scalars.items())])
+        return target_key(self.op, {n: described(t) for n, t in self.tensors.items()}, self.scalars)
 
     @cached_property
     def reference(self) -> str:
@@ -131,6 +130,17 @@ class Site:
     @property
     def reference_sha256(self) -> str:
         return hashlib.sha256(self.reference.encode()).hexdigest()
+
+
+def described(tensor: torch.Tensor) -> dict[str, Any]:
+    """An argument as target.json has it."""
+    return {"shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": str(tensor.dtype)[6:]}
+
+
+def target_key(op: str, args: Mapping[str, Mapping[str, Any]], scalars: Mapping[str, Any]) -> str:
+    """What a kernel is optimised and checked for: operator, and each argument's shape, strides and dtype; scalars."""
+    tensors = [f"{n}{a['shape']}{a['strides']}{a['dtype']}" for n, a in args.items()]
+    return " ".join([op, *tensors, *(f"{k}={v}" for k, v in scalars.items())])
 
 
 def _typed(tensor: torch.Tensor) -> str:
@@ -405,7 +415,8 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, copies))
     module = fx.GraphModule(graph.module, copied)
-    for site, kernel in dict(kernels).items():
+    # from the last one on: a site's arguments may be another's output, whose node exists until that one is replaced
+    for site, kernel in sorted(dict(kernels).items(), key=lambda item: item[0].output, reverse=True):
         output = copies[site.output]
         with copied.inserting_after(output):
             anchor = copied.call_function(_identity, (output,))  # keeps a place behind the output while it is replaced
