@@ -1,3 +1,28 @@
-"""AutoKernel's shared package: operator specs, the judge, the ledger. It has no command line of its own."""
+"""AutoKernel's shared package: operator specs, the judge, the ledger. It has no command line of its own.
+
+    import autokernel
+
+    with autokernel.load().apply(model):  # the kept kernels of workspace/, at the sites they were checked for
+        model(ids)
+"""
+
+from __future__ import annotations
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from pathlib import Path
+
+    from autokernel.apply import Kernels
 
 __version__ = "0.1.0"
+
+
+def load(workspace: Path | str | None = None) -> Kernels:
+    """The kernels that a run kept, ready for `apply(model)`. workspace: its folder (default: the repository's).
+
+    Raises autokernel.source.KernelError: nothing was kept there, or a file is not what the judge passed.
+    """
+    from autokernel.apply import Kernels  # imports PyTorch: only who asks for kernels waits for it
+
+    return Kernels.kept(workspace)

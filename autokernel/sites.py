@@ -37,6 +37,7 @@ from autokernel.graph import (
     value,
 )
 from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes
+from autokernel.targets import target_key
 
 TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
@@ -96,6 +97,11 @@ class Site:
         return tuple(dict.fromkeys(a.node for a in self.match.args.values() if isinstance(a, View)))
 
     @property
+    def result(self) -> torch.Tensor:
+        """What the operator gives, before the views that make it the output (on meta)."""
+        return _result(self.spec, self.scalars, self.dtype, self.size)
+
+    @property
     def flops(self) -> float:
         return self.spec.flops(self.size, self.scalars)
 
@@ -137,12 +143,6 @@ def described(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": str(tensor.dtype)[6:]}
 
 
-def target_key(op: str, args: Mapping[str, Mapping[str, Any]], scalars: Mapping[str, Any]) -> str:
-    """What a kernel is optimised and checked for: operator, and each argument's shape, strides and dtype; scalars."""
-    tensors = [f"{n}{a['shape']}{a['strides']}{a['dtype']}" for n, a in args.items()]
-    return " ".join([op, *tensors, *(f"{k}={v}" for k, v in scalars.items())])
-
-
 def _typed(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {list(tensor.stride())}"
 
@@ -156,14 +156,22 @@ class Found:
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
 
-def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) -> Found:
-    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass."""
+def find(
+    capture: Capture,
+    progress: Callable[[str], None] = lambda text: None,
+    graphs: Iterable[Graph] | None = None,
+    wanted: Callable[[Site], bool] = lambda site: True,
+) -> Found:
+    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass.
+
+    graphs: of some of its graphs only. wanted: only such sites are proven; others are as if they were not there.
+    """
     found, proven = Found(), {}
     specs = [ops.get(op) for op in ops.names()]
-    for graph in capture.graphs:
+    for graph in capture.graphs if graphs is None else graphs:
         if graph.problem or graph.module is None:
             continue
-        groups = _claims(graph, specs, found.refused)
+        groups = _claims(graph, specs, found.refused, wanted)
         progress(f"proving {len(groups)} claims of graph {graph.index}")
         sites = _Proof(graph, proven, found.refused).run(groups)
         top, inner = _disjoint(sites)
@@ -178,7 +186,7 @@ def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) 
 
 
 def _claims(
-    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]
+    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str], wanted: Callable[[Site], bool]
 ) -> list[tuple[fx.Node, list[Site]]]:
     """Anchors with their candidates, the preferred one first. What cannot be a site leaves its reason in `refused`."""
     groups, depends = [], origins(graph)
@@ -189,7 +197,7 @@ def _claims(
             for match in matcher(node) if matcher else ():
                 built = match if isinstance(match, str) else _candidate(graph, spec, match, depends)
                 if isinstance(built, Site):
-                    group.append(built)
+                    group += [built] * wanted(built)
                 elif name(node) not in _GENERIC:
                     refused.setdefault(node, f"{spec.name}: {built}")
             if group:
@@ -249,11 +257,15 @@ def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor
     return tensors, _NAMES[floats[0]], bound
 
 
-def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
-    scalars = {**spec.scalars, **match.scalars}
+def _result(spec: OpSpec, scalars: Mapping[str, Any], dtype: str, size: Mapping[str, Any]) -> torch.Tensor:
     out = spec.out(size, scalars) if callable(spec.out) else axes_shape(spec.out, size)
     made = DTYPES[dtype] if spec.out_dtype == "float" else getattr(torch, spec.out_dtype)
-    result, want = apply(match.out, torch.empty(out, dtype=made, device="meta")), value(match.output)
+    return torch.empty(out, dtype=made, device="meta")
+
+
+def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
+    result = apply(match.out, _result(spec, {**spec.scalars, **match.scalars}, dtype, size))
+    want = value(match.output)
     if want is None or result.shape != want.shape or result.dtype != want.dtype:
         expected = f"{want.dtype} {list(want.shape)}" if want is not None else "no tensor"
         raise SpecError(f"the operator gives {result.dtype} {list(result.shape)}, the model {expected}")
