@@ -22,7 +22,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +132,9 @@ def _chain(previous: str, cells: Mapping[str, str]) -> str:
     return hashlib.sha256(_line([previous, *body])).hexdigest()[:16]
 
 
-def now() -> str:
-    """The time as the ledger writes it: ISO 8601, UTC, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+def now(ago: float = 0.0) -> str:
+    """The time `ago` seconds before now, as the ledger writes it: ISO 8601, UTC, to the second."""
+    return (datetime.now(timezone.utc) - timedelta(seconds=ago)).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 @contextlib.contextmanager
