@@ -28,6 +28,7 @@ import torch.fx as fx
 from torch.utils import _pytree as pytree
 
 from autokernel import ops, paths, sites
+from autokernel.exposed import prepare_interpreter
 from autokernel.graph import Capture, Graph
 from autokernel.sites import Site
 from autokernel.source import BACKENDS, KernelError, KernelSource, read_kernel
@@ -38,12 +39,16 @@ STARTERS = {"triton": "kernels", "cuda": "kernels/cuda"}
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
+class VerifyError(ValueError):
+    """Why nothing could be verified; one line with the next command."""
+
+
 class CallFault(Exception):
     """A kernel that raised, or gave something else than the operator gives, at a site of the model."""
 
     def __init__(self, kernel: Kernel, site: Site, fault: str):
         super().__init__(f"{kernel.name} at {site.module or 'the model'}: {fault}")
-        self.kernel = kernel
+        self.place = site.key, kernel.name
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
@@ -89,11 +94,16 @@ def _loaded(sha256: str, data: bytes) -> Callable[..., torch.Tensor]:
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and Triton look it up there
     try:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            _prepare_interpreter()
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
     return module.kernel_fn
+
+
+_prepare_interpreter = functools.cache(prepare_interpreter)
 
 
 def interpret_on_cpu(device: torch.device | str = "") -> None:
@@ -213,7 +223,7 @@ class Applied:
         self.capture = Capture(model, self.original, self._prepare)
         self.routes: dict[str, Route] = {}
         self.modules: dict[Graph, _Module] = {}
-        self.failed: dict[str, str] = {}
+        self.failed: dict[tuple[str, str], str] = {}  # (key of sites, kernel) -> what went wrong
         self.originals: Counter[str] = Counter()  # forward passes without any kernel, by reason
         self._choice: Choice | None = None  # None: the first candidate of each route
         self._made: dict[tuple[Graph, frozenset], _Module] = {}
@@ -248,6 +258,9 @@ class Applied:
     @property
     def served(self) -> list[Site]:
         return [site for module in self.modules.values() for site in module.served]
+
+    def usable(self, route: Route) -> list[Kernel]:
+        return [k for k in route.candidates if (route.key, k.name) not in self.failed]
 
     def report(self) -> str:
         """What was called so far, one line a route."""
@@ -338,8 +351,7 @@ class Applied:
         """The graph with the chosen kernels in, tried once."""
         choice = self._choice
         if choice is None:
-            usable = {r.key: [k for k in r.candidates if k.name not in self.failed] for r in self.routes.values()}
-            choice = {key: kernels[0] for key, kernels in usable.items() if kernels}
+            choice = {r.key: usable[0] for r in self.routes.values() if (usable := self.usable(r))}
         made = graph, frozenset((key, kernel.name) for key, kernel in choice.items())
         if made not in self._made:
             served = self._tried(graph, choice)
@@ -362,8 +374,8 @@ class Applied:
             except CallFault as fault:
                 if self.strict:
                     raise
-                self.failed[fault.kernel.name] = str(fault)
-                choice = {key: kernel for key, kernel in choice.items() if kernel is not fault.kernel}
+                self.failed[fault.place] = str(fault)
+                choice = {key: kernel for key, kernel in choice.items() if (key, kernel.name) != fault.place}
             if not moved - self._displaced and calls.keys() == set(self._disjoint(graph, choice)):
                 return served
             self._displaced |= moved
@@ -393,10 +405,14 @@ def _counted(route: Route, function: Callable) -> Callable:
 
 
 def _checked(kernel: Kernel, site: Site, route: Route, moved: set[Site]) -> Callable:
-    """The kernel on trial: are the arguments what it was checked for, and is the result what the operator gives?"""
+    """The kernel on trial: are the arguments what it was checked for, and is the result what the operator gives?
+
+    Kernels before it may lay them out otherwise than the original: contiguous is what the judge checks of any kernel.
+    """
 
     def call(**arguments: Any) -> torch.Tensor:
-        if any(arguments[n].stride() != t.stride() for n, t in site.tensors.items()):
+        given = [(arguments[n], t.stride()) for n, t in site.tensors.items()]
+        if kernel.key and any(a.stride() != strides and not a.is_contiguous() for a, strides in given):
             moved.add(site)
             return site.spec.baseline(**arguments)
         try:

@@ -249,7 +249,7 @@ def profile(
     progress("timing each site")
     calls = _calls_per_forward(capture, run)
     for graph in capture.graphs:
-        graph.run = _instrumented(graph)
+        graph.run = instrumented(graph)
     activity = traced(run, loaded.device)
     for graph in capture.graphs:
         graph.run = None
@@ -264,7 +264,8 @@ def _calls_per_forward(capture: Capture, run: Callable[[], Any]) -> dict[int, in
     return {g.index: g.calls - n for g, n in zip(capture.graphs, before, strict=False)}
 
 
-def _instrumented(graph: Graph) -> Callable:
+def instrumented(graph: Graph) -> Callable:
+    """The graph with every node in a range of its own: `traced` labels it "<graph>.<place of the node>"."""
     labels = {node: f"{RANGE}{graph.index}.{i}" for i, node in enumerate(graph.module.graph.nodes)}
 
     def call(node, env):
