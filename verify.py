@@ -1,4 +1,4 @@
-"""Put the kept kernels back into the model: are its outputs the same, and is it faster, measured in the same launch mode?
+"""Put the kept kernels back into the model: are its outputs the same, is it faster in the same launch mode?
 
 Reads workspace/targets (what orchestrate.py kept) and the model's options from workspace/profile.json, or from the
 command line. Prints a `key: value` block, the kernels and the launch modes; writes workspace/verify.json. Exit status 0
@@ -129,7 +129,7 @@ def kernels(rows: list[dict[str, Any]], number: Callable[[Any], str]) -> list[st
     lines = ["calls  PyTorch us    ours us  without  kernel, where, shape"]
     for r in rows:
         lines.append(f"{r['calls']:>5}  {number(r['pytorch_us']):>10}  {number(r['ours_us']):>9}  "
-                     f"{number(r['contribution']):>7}  {r['kernel'] if r['used'] else 'PyTorch: ' + r['op']}")  # fmt: skip
+                     f"{number(r['contribution']):>7}  {r['kernel'] if r['used'] else 'PyTorch: ' + r['op']}")
         why = r.get("alone") or ("" if r["used"] else r["why"])
         lines += tables.wrapped(f"{'':36}{r['where']}  {r['shape']}" + f": {why}" * bool(why), 38)
     return lines

@@ -322,6 +322,9 @@ class Applied:
                 self.modules[graph] = self._module(graph)
         except BaseException:
             graph.module = None  # so that the next call tries again, and does not run without kernels unseen
+            for route in self.routes.values():
+                route.sites = [s for s in route.sites if s.graph is not graph]
+                route.inner = [s for s in route.inner if s.graph is not graph]
             raise
         finally:
             graph.inputs = graph.inputs if self.keep else ()

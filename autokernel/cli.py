@@ -33,4 +33,5 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         near = [found for word in wrong for found in difflib.get_close_matches(word, known, 2, 0.7)]
         meant = f" (did you mean {' or '.join(near)}?)" if near and message.startswith("unrecognized") else ""
-        self.exit(self.usage_status, f"{SCRIPT}: {message}{meant}; see: uv run {SCRIPT}{self.prog.partition('.py')[2]} --help\n")
+        see = f"uv run {SCRIPT}{self.prog.partition('.py')[2]} --help"
+        self.exit(self.usage_status, f"{SCRIPT}: {message}{meant}; see: {see}\n")

@@ -383,6 +383,7 @@ def _functional(node: fx.Node) -> None:
     """mul_(x, y) -> mul(x, y), where x is a fresh tensor that nothing else can see."""
     target = node.args[0]
     fresh = isinstance(target, fx.Node) and target.op == "call_function" and name(target) not in VIEWS | CASTS
+    fresh = fresh and not name(target).endswith("_")  # what another in-place operator returned is what that wrote to
     if not fresh or any(name(user) in VIEWS | CASTS and user < node for user in target.users):
         return
     if any(node < user for user in target.users):  # someone reads the old name and means the new value

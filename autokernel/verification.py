@@ -56,36 +56,33 @@ class Options:
 
 
 class Snapshot:
-    """What a forward pass may change of a model: attributes, containers, buffers, random state. Parameters by checksum."""
+    """What a forward pass may change of a model: attributes, containers, tensors; parameters by checksum."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        self.attributes = [(m, dict(m.__dict__)) for m in model.modules()]
+        owners = [m.__dict__ for m in model.modules()] + [t.__dict__ for t in (*model.parameters(), *model.buffers())]
+        self.attributes = [(owner, dict(owner)) for owner in owners]
         held = [v for _, attributes in self.attributes for v in attributes.values()]
         self.containers = [(v, copy.copy(v)) for v in held if isinstance(v, (dict, list, set))]
-        loose = [v for v in held if isinstance(v, torch.Tensor)]
-        self.tensors = [(t, t.detach().clone()) for t in (*model.buffers(), *loose)]
-        self.marks = [(t, dict(t.__dict__)) for t in (*model.parameters(), *model.buffers())]
+        self.buffers = {n: (t, t.detach().clone()) for n, t in model.named_buffers()}
+        loose = {f"attribute {i}": (t, t.detach().clone()) for i, t in enumerate(held) if isinstance(t, torch.Tensor)}
+        self.tensors = {**self.buffers, **loose}
         self.sums = {n: _checksum(p) for n, p in model.named_parameters()}
 
     def restore(self) -> None:
-        for module, attributes in self.attributes:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for held, saved in self.containers:
-            if len(held) != len(saved) or list(held) != list(saved) or isinstance(held, (dict, list)):
-                held.clear()
-                held.extend(saved) if isinstance(held, list) else held.update(saved)
-        with torch.no_grad():
-            for tensor, saved in self.tensors:
-                tensor.copy_(saved)
+        for held, saved in (*self.attributes, *self.containers):
+            held.clear()
+            held.extend(saved) if isinstance(held, list) else held.update(saved)
+        for tensor, saved in self.tensors.values():
+            tensor.copy_(saved)
 
-    def finish(self) -> list[str]:
-        """Restore also what torch.compile leaves on tensors; names of parameters that were written to."""
-        self.restore()
-        for tensor, attributes in self.marks:
-            tensor.__dict__.clear()
-            tensor.__dict__.update(attributes)
+    def written(self) -> list[str]:
+        """Buffers that are not what they were."""
+        now = dict(self.model.named_buffers())
+        return [n for n, (t, saved) in self.buffers.items() if now[n] is not t or not same_bits(t, saved)]
+
+    def damaged(self) -> list[str]:
+        """Parameters that are not what they were: nothing but a kernel writes there."""
         return [n for n, p in self.model.named_parameters() if _checksum(p) != self.sums[n]]
 
 
@@ -280,7 +277,7 @@ def in_graph(call: Callable) -> Callable:
 
 
 class Verification:
-    """A loaded model, the same with kernels, and what was found. `run` does all; the model is afterwards what it was."""
+    """A model as it is and with kernels. `run` does all; the model is afterwards what it was."""
 
     def __init__(self, loaded: Loaded, kernels: Kernels, options: Options, progress: Callable[[str], None]):
         self.loaded, self.kernels, self.options, self.progress = loaded, kernels, options, progress
@@ -301,9 +298,9 @@ class Verification:
                 values = self._diagnosis() if self.options.diagnose else self._measured()
             finally:
                 self.applied.remove()
-                written = self.snapshot.finish()
-        if written:
-            fault = f"the parameter {written[0]} was written to ({len(written)} in all)"
+                self.snapshot.restore()
+        if damaged := self.snapshot.damaged():
+            fault = f"a kernel wrote to the parameter {damaged[0]}, and to {len(damaged) - 1} others"
             values |= {"status": INCORRECT, "fault": fault, "headline": f"INCORRECT: {fault}"}
         return {**self._about(), **values, "rows": list(self.rows.values()), "notes": self.notes}
 
@@ -329,8 +326,7 @@ class Verification:
         self.progress("running the original")
         self.written: list[str] = []
         self._outcome(self.loaded)
-        saved = {id(t): s for t, s in self.snapshot.tensors}
-        self.written = [n for n, t in self.loaded.model.named_buffers() if not same_bits(t, saved[id(t)])]
+        self.written = self.snapshot.written()
         original = self._outcome(self.loaded)
         floats = [t for t in original.values() if t.is_floating_point() and t.numel()]
         if not original:
@@ -343,13 +339,13 @@ class Verification:
             gap = difference(again[name], tensor, tensor) if again[name].shape == tensor.shape else None
             if gap is None or gap.rms > TOLERANCES.get(self.loaded.dtype, 0.0):
                 off = "another shape" if gap is None else f"off by {gap.rms:.1e} of the rms"
-                raise VerifyError(f"{self.loaded.name} gives other outputs from the same inputs, weights and random seed "
-                                  f"({name}: {off}): nothing can be compared with it; make it deterministic")  # fmt: skip
+                raise VerifyError(f"{self.loaded.name} gives other outputs from the same inputs, state and seed "
+                                  f"({name}: {off}): nothing compares with that; make it deterministic")  # fmt: skip
         self.random = any(not same_bits(other[n], t) for n, t in original.items() if other[n].shape == t.shape)
         self.oracle = Oracle(original, self._reference(original), self.loaded.dtype, self.options)
         if self.random:
-            self.notes.append("the model draws random numbers (dropout in train mode?): compared with the same seed, and "
-                              "not where torch.compile or a CUDA graph draws others")  # fmt: skip
+            self.notes.append("the model draws random numbers (dropout in train mode?): compared with the same seed, "
+                              "and in eager mode only")  # fmt: skip
 
     def _reference(self, original: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The outputs of the original in a wider dtype, or the original's own where that cannot be run."""
@@ -414,8 +410,9 @@ class Verification:
         return {
             "op": first.op, "where": profiling.places([s.module for s in places]),
             "shape": profiling.shown_shape(first), "dtype": first.dtype, "calls": len(places),
-            "kernel": self.choice[route.key].name if route.key in self.choice else None, "used": route.key in self.choice,
-            "why": route.reason, "pytorch_us": None, "ours_us": None, "contribution": None,
+            "kernel": self.choice[route.key].name if route.key in self.choice else None,
+            "used": route.key in self.choice, "why": route.reason,
+            "pytorch_us": None, "ours_us": None, "contribution": None,
         }  # fmt: skip
 
     def _in_place(self) -> None:
@@ -436,10 +433,15 @@ class Verification:
                 if us and (key not in best or us < best[key][0]):
                     best[key] = us, todo[key]
                     self._row_of(key).update(pytorch_us=before, ours_us=us, kernel=todo[key].name)
+        self._decide(best)
+
+    def _decide(self, best: Mapping[str, tuple[float, Kernel]]) -> None:
+        """Leave PyTorch's own where it is faster. best: microseconds a forward pass, and of which kernel."""
         everything = self.options.everything
         self.choice = {k: kernel for k, (us, kernel) in best.items() if everything or us < self.rows[k]["pytorch_us"]}
-        for key in best.keys() - self.choice.keys():
-            self.rows[key]["why"] = "slower than PyTorch here"
+        for key, row in self.rows.items():
+            row["used"] = key in self.choice
+            row["why"] = "slower than PyTorch here" if key in best and not row["used"] else row["why"]
         if not self.choice:
             raise VerifyError("every kernel is slower than PyTorch's operator in its place (--all puts them in all the "
                               "same); measure them one by one with: uv run bench.py")  # fmt: skip
@@ -539,10 +541,11 @@ class Verification:
         outputs = self._outcome(ours)
         exact = not self.random or mode[0] == "eager"
         fault = self.oracle.judge(outputs)[0] if exact else ""
-        ratio, pays = pair.ratio, not self.on_gpu or self.options.everything or pair.ratio.value + pair.ratio.spread >= 1
+        ratio = pair.ratio
+        pays = not self.on_gpu or self.options.everything or ratio.value + ratio.spread >= 1
         values = {"pytorch_ms": 1e3 * statistics.median(pair.theirs), "ours_ms": 1e3 * statistics.median(pair.ours),
                   "speedup": ratio.value, "spread": ratio.spread, "pairs": len(pair.ours), "faster": pair.faster,
-                  "used": [self.rows[k]["kernel"] + " " + self.rows[k]["shape"] for k in choice] if pays else []}  # fmt: skip
+                  "used": [f"{k.name} {self.rows[key]['shape']}" for key, k in choice.items()] if pays else []}  # fmt: skip
         if pair.device_ours:
             values |= {"pytorch_device_ms": 1e3 * statistics.median(pair.device_theirs),
                        "ours_device_ms": 1e3 * statistics.median(pair.device_ours),
@@ -596,7 +599,8 @@ class Verification:
         best = min(modes, key=lambda name: modes[name]["pytorch_ms"])
         m, rival = used[mode], modes[best]["pytorch_ms"] / used[mode]["ours_ms"]
         beside = f"; PyTorch's fastest mode is {best}, {modes[best]['pytorch_ms']:.4g} ms: {rival:.2f}x against that"
-        text = f"{what}: {m['speedup']:.3f}x +-{m['spread']:.3f} in {mode}, {m['pytorch_ms']:.4g} -> {m['ours_ms']:.4g} ms"
+        text = (f"{what}: {m['speedup']:.3f}x +-{m['spread']:.3f} in {mode}, {m['pytorch_ms']:.4g} -> "
+                f"{m['ours_ms']:.4g} ms")  # fmt: skip
         return {"status": FASTER if m["faster"] else NOT_FASTER, "correct": True, "mode": mode, "speedup": m["speedup"],
                 "pytorch_best_mode": best, "best_against_best": rival, "why": self._why(mode, m),
                 "headline": text + beside * (best != mode)}  # fmt: skip
@@ -606,14 +610,14 @@ class Verification:
         found = []
         busy = m["ours_device_ms"] / m["ours_ms"]
         if busy < 0.8:
-            found.append(f"launch-bound: the GPU works {100 * busy:.0f} % of the time; faster kernels show in a CUDA graph")
+            found.append(f"launch-bound: the GPU works {100 * busy:.0f} % of the time; a CUDA graph hides launches")
         left = [r for r in self.rows.values() if not r["used"]]
         if left:
             share = sum(r["pytorch_us"] or 0.0 for r in left) / self.total_us if self.total_us else 0.0
             found.append(f"fallback: {sum(r['calls'] for r in left)} calls of {len(left)} targets stay PyTorch's "
                          f"(those measured: {100 * share:.0f} % of the time)")  # fmt: skip
         if (promise := self._promise()) and self.estimate and abs(promise / self.estimate - 1) > 0.03:
-            found.append("memory: in the model the kernels find their inputs in the L2 cache, the judge's timing does not")
+            found.append("memory: in the model the inputs may lie in the L2 cache, in the judge's timing they never do")
         return found
 
 
@@ -640,8 +644,8 @@ class Verification:
         """What is wrong with the model when kernels serve just these sites."""
         kept = self.applied.modules
         put = {s: wrap(s, self.choice[s.key].function) for s in chosen}
-        self.applied.modules = {g: dataclasses.replace(m, run=sites.replace(g, {s: f for s, f in put.items() if s.graph is g}))
-                                for g, m in kept.items()}  # fmt: skip
+        runs = {g: sites.replace(g, {s: f for s, f in put.items() if s.graph is g}) for g in kept}
+        self.applied.modules = {g: dataclasses.replace(kept[g], run=run) for g, run in runs.items()}
         try:
             return self.oracle.judge(self._outcome(self._ours))[0]
         finally:
@@ -678,7 +682,8 @@ class Verification:
         self._fault(chosen, compared)
         site, reason = first[0] if first else (chosen[0], "its result is right: it changes something else")
         kernel = self.choice[site.key].name
-        text = f"{kernel} is at fault in {site.module or 'the model'} ({profiling.shown_shape(site)}): {site.output.name}: {reason}"
+        text = (f"{kernel} is at fault in {site.module or 'the model'} ({profiling.shown_shape(site)}), tensor "
+                f"{site.output.name}: {reason}")  # fmt: skip
         return {"kernel": kernel, "module": site.module, "tensor": site.output.name, "reason": reason,
                 "sites": [s.module for s in chosen], "model": fault, "text": text}  # fmt: skip
 
