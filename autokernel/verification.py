@@ -244,8 +244,7 @@ def paired(theirs: Callable, ours: Callable, device: torch.device, warmup: int =
         return begin.elapsed_time(end) / 1e3
 
     once = [min(wall(call) for _ in range(max(1, warmup))) for call in both]
-    least, most = PAIRS if on_gpu else (1, 3)  # the interpreter's times mean nothing
-    count = timed or max(least, min(most, int(SECONDS / sum(once))))
+    count = timed or (max(PAIRS[0], min(PAIRS[1], int(SECONDS / sum(once)))) if on_gpu else 1)
     walls: tuple[list[float], list[float]] = ([], [])
     devices: tuple[list[float], list[float]] = ([], [])
     for turn in range(count):
@@ -290,7 +289,7 @@ class Verification:
 
     def run(self) -> dict[str, Any]:
         """The record of workspace/verify.json. Raises VerifyError, and what a kernel or the model raises."""
-        devices = [self.loaded.device] if self.on_gpu else []
+        devices = [self.loaded.device] if self.loaded.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad():
             try:
                 self._originals()
@@ -554,7 +553,11 @@ class Verification:
 
     def _against(self, mode: tuple[str, str], theirs: Callable, choice: Choice) -> tuple[Pair, Choice, Callable]:
         ours = self._call(mode, choice)
-        return paired(theirs, ours, self.loaded.device, self.options.warmup, self.options.timed), choice, ours
+        return self._paired(theirs, ours), choice, ours
+
+    def _paired(self, theirs: Callable, ours: Callable) -> Pair:
+        warmup = self.options.warmup if self.on_gpu else 1  # the interpreter's times mean nothing
+        return paired(theirs, ours, self.loaded.device, warmup, self.options.timed)
 
     def _without_losers(self, mode, theirs: Callable, all_in: tuple[Pair, Choice, Callable]):
         """Leave each kernel out: its contribution, and another choice without those that the mode is faster without."""
@@ -562,7 +565,7 @@ class Verification:
         losers = set()
         for key in choice if len(choice) > 1 else ():
             without = self._call(mode, {k: v for k, v in choice.items() if k != key})
-            ratio = paired(without, ours, self.loaded.device, self.options.warmup, self.options.timed).ratio
+            ratio = self._paired(without, ours).ratio
             self.rows[key]["contribution"] = ratio.value
             self.rows[key]["contribution_spread"], self.rows[key]["contribution_mode"] = ratio.spread, mode[0]
             losers |= {key} if ratio.value + ratio.spread < 1 and not self.options.everything else set()
@@ -626,16 +629,14 @@ class Verification:
     def _diagnosis(self) -> dict[str, Any]:
         """Each kernel alone; for one that makes the model wrong the sites at which it does, by bisection."""
         found = []
-        groups = [[s for s in self.applied.served if s.key == key] for key in self.choice]
-        for group in [g for g in groups if g] + [self.applied.served]:
-            if group is self.applied.served and found:
-                break
-            self.progress(f"alone: {self.choice[group[0].key].name}")
-            fault = self._fault(group)
-            if group is not self.applied.served:
-                self.rows[group[0].key]["alone"] = fault or "right"
-            if fault:
-                found.append(self._culprit(self._bisected(group), fault))
+        for key in self.choice:
+            self.progress(f"alone: {self.choice[key].name}")
+            own = [s for s in self.applied.served if s.key == key]
+            fault = self._fault(own)
+            self.rows[key]["alone"] = fault or "right"
+            found += [self._culprit(self._bisected(own), fault)] if fault else []
+        if not found and (fault := self._fault(self.applied.served)):
+            found = [self._culprit(self._bisected(self.applied.served), fault)]
         text = found[0]["text"] if found else "every kernel is right, alone and with the others; not timed"
         return {"status": INCORRECT if found else NOT_FASTER, "correct": not found, "culprits": found,
                 "headline": f"{self.loaded.name}: {text}"}  # fmt: skip

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -186,11 +185,11 @@ def night(run, tmp_path):
     return made
 
 
-def keep(workspace, target, number, text, **values):
+def keep(workspace, name, number, text, **values):
     """As orchestrate.py record leaves a kept kernel."""
-    (workspace / "targets" / target / "best.py").write_text(text)
-    values = {"target": target, "harness": "clean", "device": "cpu", "speedup_vs_pytorch": 2.0, **values}
-    record = RunRecord.new(text.encode(), "PASS", kernel_type=target.partition("_")[2], **values)
+    (workspace / "targets" / name / "best.py").write_text(text)
+    values = {"target": name, "harness": "clean", "device": "cpu", "speedup_vs_pytorch": 2.0, **values}
+    record = RunRecord.new(text.encode(), "PASS", kernel_type=name.partition("_")[2], **values)
     record.write(workspace / "experiments" / str(number) / "record.json")
 
 
@@ -437,7 +436,7 @@ def test_verify_of_a_night(night, run):
     status, out, _ = run("verify", "--no-compile")
     record = json.loads((workspace / "verify.json").read_text())
     assert status == record["status"] == 1 and record["correct"] and record["kernels"] == "kept"
-    assert [r["kernel"] for r in record["rows"]] == [r.name for r in autokernel.load(workspace).kernels]
+    assert sorted(r["kernel"] for r in record["rows"]) == [k.name for k in autokernel.load(workspace).kernels]
     assert record["promise"] == pytest.approx(1 / (1 - sum(
         k.share / 2 for k in autokernel.load(workspace).kernels)))  # fmt: skip
     assert nightreport._result()[1] == ("text", record["headline"]) and record["headline"] in " ".join(out.split())
@@ -612,12 +611,13 @@ def test_pairs():
 
 
 def test_the_starters_in_a_small_llama(tmp_path):
-    command = [sys.executable, "verify.py", "--starters", "--model", "models/tiny.py", "--class-name", "TinyLlama",
-               "--input-shape", "1,8", "--device", "cpu", "--no-compile", "--json"]  # fmt: skip
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    path = tmp_path / "small.py"
+    path.write_text("from llama_7b import LlamaModel\ndef small():\n    return LlamaModel(61, 16, 32, 1, 4, 2, 48)\n")
+    command = [sys.executable, "verify.py", "--starters", "--model", path, "--class-name", "small", "--input-shape", "1,8",
+               "--device", "cpu", "--no-compile", "--json"]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "models")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stderr
     values = json.loads(done.stdout)
-    assert values["correct"] and all(r["used"] for r in values["rows"])
+    assert values["correct"] and all(r["used"] for r in values["rows"]) and values["top1_agreement"] == 1
     assert {r["op"] for r in values["rows"]} == {"rmsnorm", "matmul", "rotary_embedding", "flash_attention", "fused_mlp"}
-    assert values["top1_agreement"] == 1 and statistics.mean(r["calls"] for r in values["rows"]) > 1
