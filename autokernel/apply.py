@@ -511,8 +511,11 @@ class _NotDirect(Exception):
     """The forward pass is more than its graph."""
 
 
-class _Slot(int):
-    """Stands for a tensor in a result: output i of the graph, or leaf -1 - i of the arguments."""
+class _Slot:
+    """Stands for a tensor in a result: its place among the graph's outputs and, behind them, the arguments."""
+
+    def __init__(self, place: int):
+        self.place = place
 
 
 class _Direct:
@@ -526,8 +529,7 @@ class _Direct:
         names = applied.capture.tensor_names()
         self.sources = [places[id(t)] if id(t) in places else names[id(t)][1].split(".") if id(t) in names else t
                         for t in inputs]  # fmt: skip
-        slots = {id(leaf): _Slot(-1 - i) for i, leaf in enumerate(leaves)}
-        slots |= {id(t): _Slot(i) for i, t in enumerate(outputs)}
+        slots = {id(t): _Slot(i) for i, t in reversed(list(enumerate((*outputs, *leaves))))}
 
         def slot(tensor: torch.Tensor) -> _Slot:
             if id(tensor) not in slots:
@@ -548,8 +550,8 @@ class _Direct:
             if isinstance(source, list):
                 source = functools.reduce(getattr, source, self.applied.model)
             values.append(leaves[source] if isinstance(source, int) else source)
-        outputs = self.applied.modules[self.graph].traced(*values)
-        return mapped(self.template, lambda s: outputs[s] if s >= 0 else leaves[-1 - s], _Slot)
+        found = (*self.applied.modules[self.graph].traced(*values), *leaves)
+        return mapped(self.template, lambda slot: found[slot.place], _Slot)
 
 
 def _described(leaf: Any) -> Any:
