@@ -90,6 +90,7 @@ def profiled(args: argparse.Namespace) -> argparse.Namespace:
 
 def verified(args: argparse.Namespace, given: argparse.Namespace) -> dict[str, Any]:
     from autokernel import report, verification  # they import Triton, which must know by now whether to interpret
+    from autokernel.run import gpu_lock
 
     options = verification.Options(
         args.all, args.starters, args.diagnose, not args.no_compile, args.max_autotune, not args.no_graph, args.warmup,
@@ -98,7 +99,9 @@ def verified(args: argparse.Namespace, given: argparse.Namespace) -> dict[str, A
     with report.progress() as progress:
         kernels = Kernels.starters() if args.starters else Kernels.kept()
         progress("building the model")
-        return verification.Verification(models.load(given), kernels, options, progress).run()
+        loaded = models.load(given)
+        with gpu_lock(loaded.device):
+            return verification.Verification(loaded, kernels, options, progress).run()
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def load(workspace: Path | str | None = None) -> Kernels:
 
     Raises autokernel.source.KernelError: nothing was kept there, or a file is not what the judge passed.
     """
-    from autokernel.apply import Kernels  # imports PyTorch: only who asks for kernels waits for it
+    from autokernel.apply import Kernels, interpret_on_cpu  # with PyTorch: only who asks for kernels waits for it
 
-    return Kernels.kept(workspace)
+    interpret_on_cpu()
+    return Kernels.kept(workspace, verified=True)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import sys
 from collections import Counter
@@ -120,6 +121,14 @@ def interpret_on_cpu(device: torch.device | str = "") -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def _slower(path: Path) -> set[str]:
+    """sha256 of the kernels that a verification left out as slower than PyTorch."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        rows = json.loads(path.read_text())["rows"]
+        return {r["sha256"] for r in rows if r["sha256"] and r["ours_us"] and not r["used"]}
+    return set()
+
+
 @dataclass(frozen=True)
 class Kernels:
     """Kernels to put into models. notes: kernels of the workspace that are not among them, and why."""
@@ -128,20 +137,22 @@ class Kernels:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def kept(cls, workspace: Path | str | None = None) -> Kernels:
+    def kept(cls, workspace: Path | str | None = None, verified: bool = False) -> Kernels:
         """The best kernel of each target, where the judge passed exactly that file on that target.
 
-        Raises KernelError when there is none.
+        verified: without those that verify.py last found slower than PyTorch in the model. Raises KernelError when
+        there is none.
         """
         from autokernel.export import verdict
 
         folder, kernels, notes = Path(workspace or paths.workspace()), [], []
-        with contextlib.suppress(KernelError):
-            interpret_on_cpu()
+        slower = _slower(folder / "verify.json") if verified else set()
         for path in sorted((folder / "targets").glob("*_*/best.py")):
             target = read_target(path.parent)
             source = read_kernel(path, target.spec.name)
             record, objection = verdict(source, folder, target.name)
+            if source.sha256 in slower:
+                objection = "slower than PyTorch in the model, as verify.py measured"
             if objection:
                 notes.append(f"{target.name} is not used: {objection}")
             else:
@@ -209,16 +220,16 @@ class _Module:
 class Applied:
     """A model whose forward pass calls kernels: what `Kernels.apply` returns.
 
-    every_site: look also for those without a kernel. strict: raise CallFault for a kernel that does not run in the
-    model; else it is left out and `failed` says why. keep: keep what `choose` needs.
+    verifying: look for sites without a kernel too, and keep what `choose` needs. strict: raise CallFault for a kernel
+    that does not run in the model; else it is left out and `failed` says why.
     """
 
     def __init__(
-        self, model: torch.nn.Module, kernels: Kernels, every_site: bool = False, strict: bool = True,
-        keep: bool = False, progress: Callable[[str], None] = lambda text: None,
+        self, model: torch.nn.Module, kernels: Kernels, verifying: bool = False, strict: bool = True,
+        progress: Callable[[str], None] = lambda text: None,
     ):  # fmt: skip
-        self.model, self.kernels, self.progress = model, kernels, progress
-        self.every_site, self.strict, self.keep = every_site, strict, keep
+        self.model, self.kernels, self.progress, self.strict = model, kernels, progress, strict
+        self.verifying = verifying
         self.original = model.forward
         self.capture = Capture(model, self.original, self._prepare)
         self.routes: dict[str, Route] = {}
@@ -251,8 +262,8 @@ class Applied:
         self.model.__dict__.pop("forward", None)
         if self._before is not None:
             self.model.__dict__["forward"] = self._before
-        for owner, names in self._marks:
-            for name in set(owner) - names:  # what torch.compile leaves on modules and tensors
+        for owner, names in self._marks:  # what torch.compile leaves on modules and tensors
+            for name in [n for n in owner.keys() - names if n.startswith(("_dynamo_", "_is_torch_compile"))]:
                 del owner[name]
 
     @property
@@ -264,9 +275,8 @@ class Applied:
 
     def report(self) -> str:
         """What was called so far, one line a route."""
-        lines = [f"{r.calls:>8}  {r.key}" for r in self.routes.values() if r.candidates]
-        lines += [f"{n:>8}  forward passes of the original: {why}" for why, n in self.originals.items()]
-        return "\n".join(["   calls  route", *lines])
+        lines = [f"{r.calls:>8}  {r.candidates[0].name}: {r.key}" for r in self.routes.values() if r.candidates]
+        return "\n".join(lines + [f"{n:>8}  forward passes of the original: {w}" for w, n in self.originals.items()])
 
     # ---- a call ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +337,7 @@ class Applied:
                 route.inner = [s for s in route.inner if s.graph is not graph]
             raise
         finally:
-            graph.inputs = graph.inputs if self.keep else ()
+            graph.inputs = graph.inputs if self.verifying else ()
 
         def run(*values: Any) -> Any:
             out = self.modules[graph].run(*values)
@@ -341,7 +351,7 @@ class Applied:
         def serve(site: Site) -> list[Kernel]:
             return [k for k in self.kernels.kernels if not k.refuses(site)]
 
-        found = sites.find(self.capture, self.progress, [graph], lambda site: self.every_site or bool(serve(site)))
+        found = sites.find(self.capture, self.progress, [graph], lambda site: self.verifying or bool(serve(site)))
         for site in (*found.sites, *found.inner):
             if site.key not in self.routes:
                 own = [k.refuses(site) for k in self.kernels.kernels if k.source.kernel_type == site.op]

@@ -29,7 +29,7 @@ from autokernel.timing import Ratio
 
 SCHEMA = 1
 FASTER, NOT_FASTER, INCORRECT, COULD_NOT_RUN = range(4)
-COMPILED = {"torch.compile": {}, "max-autotune": {"mode": "max-autotune-no-cudagraphs"}}  # graphs are ours to capture
+COMPILED: dict[str, dict[str, Any]] = {"torch.compile": {}, "max-autotune": {"mode": "max-autotune-no-cudagraphs"}}  # graphs are ours to capture
 IN_A_GRAPH = " in a CUDA graph"
 PAIRS, SECONDS = (7, 40), 1.0  # timed pairs of calls of a comparison
 INTERPRETED_FLOPS = 2e9  # of sites in one forward pass in Triton's interpreter: several minutes
@@ -283,7 +283,7 @@ class Verification:
         self.on_gpu = loaded.device.type == "cuda"
         self.notes = [*loaded.notes, *kernels.notes]
         self.snapshot = Snapshot(loaded.model)
-        self.applied = Applied(loaded.model, kernels, True, not options.starters, True, progress)
+        self.applied = Applied(loaded.model, kernels, True, not options.starters, progress)
         self.rows: dict[str, dict[str, Any]] = {}  # key of sites -> what is said of them
         self.total_us = self.estimate = None
 
@@ -356,7 +356,7 @@ class Verification:
 
         try:
             self.snapshot.restore()
-            model = copy.deepcopy(self.loaded.model)._apply(widened)
+            model: torch.nn.Module = copy.deepcopy(self.loaded.model)._apply(widened)
             args, kwargs = mapped((self.loaded.args, self.loaded.kwargs), widened)
             found = self._outcome(lambda: model(*args, **kwargs), model)
             if any(n not in found or found[n].shape != t.shape for n, t in original.items()):
@@ -383,7 +383,6 @@ class Verification:
         for route in self.applied.routes.values():
             if route.sites:
                 self.rows[route.key] = self._row(route)
-        self.notes += [f"left out: {fault}" for fault in self.applied.failed.values()]
         self._require(self.choice)
         work = sum(s.flops for s in self.applied.served)
         if not self.on_gpu and work > INTERPRETED_FLOPS:
@@ -391,6 +390,8 @@ class Verification:
                               f"{INTERPRETED_FLOPS:.0e}): give a smaller --input-shape or a smaller model")  # fmt: skip
         if self.on_gpu:
             self._in_place()
+        faults = {name: fault for (_, name), fault in self.applied.failed.items()}
+        self.notes += [f"left out: {fault}" for fault in faults.values()]
 
     def _first(self, site: sites.Site) -> Kernel:
         return self.applied.usable(self.applied.routes[site.key])[0]
@@ -409,8 +410,7 @@ class Verification:
         return {
             "op": first.op, "where": profiling.places([s.module for s in places]),
             "shape": profiling.shown_shape(first), "dtype": first.dtype, "calls": len(places),
-            "kernel": self.choice[route.key].name if route.key in self.choice else None,
-            "used": route.key in self.choice, "why": route.reason,
+            **_facts(self.choice.get(route.key)), "used": route.key in self.choice, "why": route.reason,
             "pytorch_us": None, "ours_us": None, "contribution": None,
         }  # fmt: skip
 
@@ -431,7 +431,7 @@ class Verification:
                 before = sum(theirs.get(label, 0.0) for s in labels if s.key == key for label in _labels(s))
                 if us and (key not in best or us < best[key][0]):
                     best[key] = us, todo[key]
-                    self._row_of(key).update(pytorch_us=before, ours_us=us, kernel=todo[key].name)
+                    self._row_of(key).update(pytorch_us=before, ours_us=us, **_facts(todo[key]))
         self._decide(best)
 
     def _decide(self, best: Mapping[str, tuple[float, Kernel]]) -> None:
@@ -490,19 +490,15 @@ class Verification:
         loaded = self.loaded
         if choice is not None:
             self.applied.choose(choice)
-        forward = loaded.model if choice is None else self.applied.forward
-        call = lambda: forward(*loaded.args, **loaded.kwargs)  # noqa: E731
-        if kind:
-            compiled = torch.compile(forward, **COMPILED[kind])
-            call = lambda: compiled(*loaded.args, **loaded.kwargs)  # noqa: E731
-            call()
-        elif choice is not None:
-            module = self.applied.modules
+        forward: Callable = loaded.model if choice is None else self.applied.forward
+        forward = torch.compile(forward, **COMPILED[kind]) if kind else forward
+        modules = self.applied.modules
 
-            def call() -> Any:
-                self.applied.modules = module
-                return forward(*loaded.args, **loaded.kwargs)
+        def call() -> Any:
+            self.applied.modules = modules
+            return forward(*loaded.args, **loaded.kwargs)
 
+        call()
         return in_graph(call) if name.endswith(IN_A_GRAPH) else call
 
     def _measured(self) -> dict[str, Any]:
@@ -532,8 +528,8 @@ class Verification:
         candidates: list[Choice] = [self.choice]
         if mode[1] and self.on_gpu and not self.options.everything:  # Inductor fuses what is no product: leave it that
             products = {s.key for s in self.applied.served if any(map(flops, s.nodes))}
-            candidates += [c] if (c := {k: v for k, v in self.choice.items() if k in products}) != self.choice else []
-        tried = [self._against(mode, theirs, choice) for choice in candidates]
+            candidates.append({k: v for k, v in self.choice.items() if k in products})
+        tried = [self._against(mode, theirs, choice) for choice in candidates[: 1 + (candidates[-1] != self.choice)]]
         if not mode[1] and self.on_gpu:
             tried += self._without_losers(mode, theirs, tried[0])
         pair, choice, ours = max(tried, key=lambda t: t[0].ratio.value)
@@ -581,8 +577,8 @@ class Verification:
 
     def _promise(self) -> float | None:
         """Amdahl's law with the judge's speedups and the profile's shares; None for starters."""
-        kept = [k for k in self.choice.values() if k.share and k.speedup]
-        return 1 / (1 - sum(k.share * (1 - 1 / k.speedup) for k in kept)) if kept else None
+        kept = [(k.share, k.speedup) for k in self.choice.values() if k.share and k.speedup]
+        return 1 / (1 - sum(share * (1 - 1 / speedup) for share, speedup in kept)) if kept else None
 
     def _headline(self, modes: dict[str, dict[str, Any]], faults: dict[str, str]) -> dict[str, Any]:
         dtype = str(self.loaded.dtype).removeprefix("torch.")
@@ -687,6 +683,10 @@ class Verification:
                 f"{site.output.name}: {reason}")  # fmt: skip
         return {"kernel": kernel, "module": site.module, "tensor": site.output.name, "reason": reason,
                 "sites": [s.module for s in chosen], "model": fault, "text": text}  # fmt: skip
+
+
+def _facts(kernel: Kernel | None) -> dict[str, str | None]:
+    return {"kernel": kernel.name if kernel else None, "sha256": kernel.source.sha256 if kernel else None}
 
 
 def _labels(site: sites.Site) -> list[str]:

@@ -198,6 +198,10 @@ def tiny():
     return GPT2(vocab=61, length=32, dim=32, layers=2, heads=4).eval(), torch.randint(0, 61, (2, 16))
 
 
+def calls(applied):
+    return sum(route.calls for route in applied.routes.values())
+
+
 def everything(model):
     """All that a model object is, as values to compare."""
     return (
@@ -241,7 +245,7 @@ def test_load_and_apply(night, tmp_path):
         applied = autokernel.load(workspace).apply(spec, ids)  # for good, with an example call
         with pytest.raises(KernelError, match="remove"):
             autokernel.load(workspace).apply(spec)
-        assert [r.calls for r in applied.routes.values()] == [0, 0] or sum(r.calls for r in applied.routes.values()) == 2
+        assert [r.calls for r in applied.routes.values()] == [1, 1]
         applied.remove()
         assert_same(before, everything(spec))
 
@@ -258,7 +262,7 @@ def test_training_and_autocast_go_to_the_original(starters):
     with starters().apply(model) as applied:
         loss = model(ids).float().square().mean()
         loss.backward()
-        assert model.head.weight.grad is not None and not sum(r.calls for r in applied.routes.values())
+        assert model.head.weight.grad is not None and not calls(applied)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model(ids)
         assert sum(applied.originals.values()) == 2 and "gradients are enabled" in applied.report()
@@ -286,10 +290,10 @@ def test_transformers_model(family, starters):
         before, want = everything(model), model(**kwargs)
         with starters().apply(model) as applied:
             got = model(**kwargs)
-            served = sum(r.calls for r in applied.routes.values())
+            served = calls(applied)
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(**kwargs)
             assert served == sum(expected.values())
-            assert sum(r.calls for r in applied.routes.values()) == 2 * served  # under torch.compile the kernels too
+            assert calls(applied) == 2 * served  # under torch.compile the kernels too
         for given in (got, compiled):
             assert type(given) is type(want)
             for name, tensor in verification.named(want):
@@ -304,7 +308,7 @@ def test_torch_compile_before_the_first_call_and_again(starters):
         want = model.head.weight.new_tensor(0)
         for _ in range(3):
             want = compiled(ids)
-        assert sum(r.calls for r in applied.routes.values()) == 3 * 16
+        assert calls(applied) == 3 * 16
         torch.testing.assert_close(want, applied.original(ids), rtol=1e-4, atol=1e-5)
         assert compiled(ids[:, :5]).shape == (2, 5, 61)
 
@@ -352,7 +356,7 @@ def test_a_layout_that_nobody_checked_is_not_served(starters):
     kernels = starters(layernorm="return F.layer_norm(x, x.shape[-1:], weight, bias, eps).mT.contiguous().mT")
     model, ids = tiny()
     with torch.no_grad():
-        keyed = apply.Applied(model, kernels, keep=True)
+        keyed = apply.Applied(model, kernels)
         keyed.run((ids,), {})
         own = [dataclasses.replace(r.candidates[0], key=r.key) for r in keyed.routes.values()]
         keyed.remove()
@@ -367,7 +371,7 @@ def test_a_kernel_that_raises_is_named(starters):
     model, ids = tiny()
     with torch.no_grad(), starters(flash_attention="raise RuntimeError('no such tile')").apply(model):
         for _ in range(2):  # the second call does not run without kernels unseen
-            with pytest.raises(apply.CallFault, match=r"flash_attention \(plain\) at blocks.0.attention: .*no such tile"):
+            with pytest.raises(apply.CallFault, match=r"flash_attention \(plain\) at blocks.0.attention: .*such tile"):
                 model(ids)
 
 
@@ -451,8 +455,8 @@ def test_zero_replaced_calls_are_an_error(night, run):
 
 
 def test_verify_without_anything(run, tmp_path):
-    assert run("verify")[0::2] == (3, f"verify.py: no model in {tmp_path}/workspace/profile.json: name one with --model "
-                                      "FILE --class-name NAME, or run uv run profile.py first\n")  # fmt: skip
+    said = f"no model in {tmp_path}/workspace/profile.json: name one with --model FILE --class-name NAME, or run uv run "
+    assert run("verify")[0::2] == (3, f"verify.py: {said}profile.py first\n")
 
 
 def test_a_wrong_kernel_is_incorrect_and_found(night, run):
@@ -613,11 +617,13 @@ def test_pairs():
 def test_the_starters_in_a_small_llama(tmp_path):
     path = tmp_path / "small.py"
     path.write_text("from llama_7b import LlamaModel\ndef small():\n    return LlamaModel(61, 16, 32, 1, 4, 2, 48)\n")
-    command = [sys.executable, "verify.py", "--starters", "--model", path, "--class-name", "small", "--input-shape", "1,8",
-               "--device", "cpu", "--no-compile", "--json"]  # fmt: skip
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "models")}
+    command = [sys.executable, "verify.py", "--starters", "--model", path, "--class-name", "small", "--device", "cpu",
+               "--input-shape", "1,8", "--no-compile", "--json"]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "models")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stderr
     values = json.loads(done.stdout)
     assert values["correct"] and all(r["used"] for r in values["rows"]) and values["top1_agreement"] == 1
-    assert {r["op"] for r in values["rows"]} == {"rmsnorm", "matmul", "rotary_embedding", "flash_attention", "fused_mlp"}
+    operators = {"rmsnorm", "matmul", "rotary_embedding", "flash_attention", "fused_mlp"}
+    assert {r["op"] for r in values["rows"]} == operators
