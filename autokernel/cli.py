@@ -22,6 +22,8 @@ for needed in ("torch", "numpy", "rich", "filelock"):
 class Parser(argparse.ArgumentParser):
     """An argument parser whose description is a script's docstring as it stands, and whose complaints are one line."""
 
+    usage_status = 2
+
     def __init__(self, description=None, **options):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(description=description, allow_abbrev=False, **options)
@@ -31,4 +33,5 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         near = [found for word in wrong for found in difflib.get_close_matches(word, known, 2, 0.7)]
         meant = f" (did you mean {' or '.join(near)}?)" if near and message.startswith("unrecognized") else ""
-        self.exit(2, f"{SCRIPT}: {message}{meant}; see: uv run {SCRIPT}{self.prog.partition('.py')[2]} --help\n")
+        see = f"uv run {SCRIPT}{self.prog.partition('.py')[2]} --help"
+        self.exit(self.usage_status, f"{SCRIPT}: {message}{meant}; see: {see}\n")

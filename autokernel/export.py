@@ -102,15 +102,17 @@ def kept() -> dict[str, Path]:
     return {target: ledger.attempt(best[target].experiment or 0) / "kernel.py" for target in ranked}
 
 
-def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
-    """(the judge's best record of exactly this source or {}, why it does not count or "")."""
-    places = [paths.workspace() / "last_run.json", *(paths.shared() / "experiments").glob("*/record.json")]
+def verdict(source: KernelSource, workspace: Path | None = None, target: str = "") -> tuple[dict[str, Any], str]:
+    """(the judge's best record of exactly this source, on a target if one is given, or {}; why it does not count)."""
+    folder = workspace or paths.workspace()
+    places = [folder / "last_run.json", *((workspace or paths.shared()) / "experiments").glob("*/record.json")]
     mine: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for place in places:
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(place.read_text())
-            (mine if record["source_sha256"] == source.sha256 else others).append(record)
+            same = record["source_sha256"] == source.sha256 and target in ("", record.get("target"))
+            (mine if same else others).append(record)
     mine.sort(key=lambda r: (not _objection(r), r.get("device") == "cuda", len(r.get("sizes") or ()), r["started"]))
     judge = f"judge it with: uv run bench.py --kernel {source.path}"
     if mine:

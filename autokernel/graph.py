@@ -209,9 +209,10 @@ class Graph:
         self.problem = ""
 
     def __call__(self, *inputs: Any) -> Any:
-        if not self.calls:
-            self._lower(inputs)
         self.calls += 1
+        if self.calls == 1:
+            self._lower(inputs)
+            self.owner.prepare(self, inputs)
         if self.owner.keep_inputs:
             self.inputs = inputs
         return (self.run or self.module)(*inputs)
@@ -241,15 +242,22 @@ class Capture:
 
     Raises nothing of its own: what torch.compile cannot trace runs as it did, outside of the graphs, and `breaks` says
     why. Where it captures nothing at all (a break inside of the loop over the layers), each child module is compiled by
-    itself; `release` undoes that.
+    itself; `release` undoes that. forward: what to call instead of the model, whose own may be replaced meanwhile.
+    prepare: called with each graph, and its inputs, before it runs for the first time.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.keep_inputs = model, False
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable | None = None,
+        prepare: Callable[[Graph, tuple], None] = lambda graph, inputs: None,
+    ):
+        self.model, self.keep_inputs, self.prepare = model, False, prepare
         self.graphs: list[Graph] = []
+        self._forward = forward or model
         self._parts: list[torch.nn.Module] = []
         self.problem = ""  # what torch.compile itself failed at: those parts run outside of the graphs
-        self._compiled = torch.compile(model, backend=self._backend, dynamic=False)
+        self._compiled = torch.compile(self._forward, backend=self._backend, dynamic=False)
         self._breaks_before = _break_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +271,7 @@ class Capture:
                     self._parts = list(_parts(self.model))
                     for part in self._parts:
                         part.forward = torch.compile(part.forward, backend=self._backend, dynamic=False)
-                    self._compiled = self.model
+                    self._compiled = self._forward
                     out = self._compiled(*args, **kwargs)
                 return out
             except torch._dynamo.exc.TorchDynamoException as error:

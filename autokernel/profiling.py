@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, record_function
 from autokernel import gpu
 from autokernel.graph import VIEWS, Capture, Graph, View, flops, module_path, name, one_line, shape, value
 from autokernel.models import Loaded
-from autokernel.sites import Found, Site, find
+from autokernel.sites import Found, Site, described, find
 from autokernel.spec import dtype_name
 
 RANGE = "autokernel::"
@@ -421,7 +421,7 @@ def _kind(node: fx.Node) -> tuple[str, str, str]:
 
 def _argument(site: Site, argument: str) -> dict[str, Any]:
     tensor, given = site.tensors[argument], site.match.args[argument]
-    values = {"shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": dtype_name(tensor.dtype)}
+    values = described(tensor)
     return values if isinstance(given, View) else {**values, "filled": given}
 
 

@@ -39,6 +39,7 @@ from autokernel.graph import (
     value,
 )
 from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes, dtype_name
+from autokernel.targets import target_key
 
 TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
@@ -100,6 +101,11 @@ class Site:
         return tuple(v.node for v in views if isinstance(v, View))
 
     @property
+    def result(self) -> torch.Tensor:
+        """What the operator gives, before the views that make it the output (on meta)."""
+        return _result(self.spec, self.scalars, self.dtype, self.size)
+
+    @property
     def flops(self) -> float:
         return self.spec.flops(self.size, self.scalars)
 
@@ -111,8 +117,7 @@ class Site:
     @cached_property
     def key(self) -> str:
         """Sites with the same key are one target: operator, dtypes, shapes, strides, scalars."""
-        tensors = [f"{n}{list(t.shape)}{list(t.stride())}{_NAMES.get(t.dtype)}" for n, t in self.tensors.items()]
-        return " ".join([self.op, self.dtype, *tensors, *(f"{k}={v}" for k, v in self.scalars.items())])
+        return target_key(self.op, {n: described(t) for n, t in self.tensors.items()}, self.scalars)
 
     @cached_property
     def reference(self) -> str:
@@ -143,6 +148,11 @@ def _mapped(node: fx.Node, change: Callable[[Any], Any]) -> tuple[tuple, dict[st
     return args, kwargs
 
 
+def described(tensor: torch.Tensor) -> dict[str, Any]:
+    """An argument as target.json has it."""
+    return {"shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": dtype_name(tensor.dtype)}
+
+
 @dataclass
 class Found:
     """sites: disjoint, in the model's order; inner: sites inside of those; refused: node -> why it is no site."""
@@ -152,14 +162,22 @@ class Found:
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
 
-def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) -> Found:
-    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass."""
+def find(
+    capture: Capture,
+    progress: Callable[[str], None] = lambda text: None,
+    graphs: Iterable[Graph] | None = None,
+    wanted: Callable[[Site], bool] = lambda site: True,
+) -> Found:
+    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass.
+
+    graphs: of some of its graphs only. wanted: only such sites are proven; others are as if they were not there.
+    """
     found = Found()
     proven: dict[tuple, str] = {}
     specs = [ops.get(op) for op in ops.names()]
-    for graph in capture.graphs:
+    for graph in capture.graphs if graphs is None else graphs:
         if graph.lowered:
-            groups = _claims(graph, specs, found.refused)
+            groups = _claims(graph, specs, found.refused, wanted)
             progress(f"proving {len(groups)} claims of graph {graph.index}")
             proof = _Proof(graph, groups, proven, found.refused)
             with torch.no_grad():
@@ -176,7 +194,7 @@ def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) 
 
 
 def _claims(
-    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]
+    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str], wanted: Callable[[Site], bool]
 ) -> list[tuple[fx.Node, list[Site]]]:
     """Anchors with their candidates, the preferred one first. What cannot be a site leaves its reason in `refused`."""
     groups, depends = [], origins(graph)
@@ -187,7 +205,7 @@ def _claims(
             for match in matcher(node) if matcher else ():
                 built = match if isinstance(match, str) else _candidate(graph, spec, match, depends)
                 if isinstance(built, Site):
-                    group.append(built)
+                    group += [built] * wanted(built)
                 elif name(node) not in _GENERIC:
                     refused.setdefault(node, f"{spec.name}: {built}")
             if group:
@@ -248,11 +266,15 @@ def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor
     return tensors, _NAMES[floats[0]], bound
 
 
-def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
-    scalars = {**spec.scalars, **match.scalars}
+def _result(spec: OpSpec, scalars: Mapping[str, Any], dtype: str, size: Mapping[str, Any]) -> torch.Tensor:
     out = spec.out(size, scalars) if callable(spec.out) else axes_shape(spec.out, size)
     made = DTYPES[dtype] if spec.out_dtype == "float" else getattr(torch, spec.out_dtype)
-    result, want = apply(match.out, torch.empty(out, dtype=made, device="meta")), value(match.output)
+    return torch.empty(out, dtype=made, device="meta")
+
+
+def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
+    result = apply(match.out, _result(spec, {**spec.scalars, **match.scalars}, dtype, size))
+    want = value(match.output)
     if want is None or result.shape != want.shape or result.dtype != want.dtype:
         expected = f"{want.dtype} {list(want.shape)}" if want is not None else "no tensor"
         raise SpecError(f"the operator gives {result.dtype} {list(result.shape)}, the model {expected}")
@@ -413,7 +435,8 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, copies))
     module = fx.GraphModule(graph.module, copied)
-    for site, kernel in dict(kernels).items():
+    # from the last one on: a site's arguments may be another's output, whose node exists until that one is replaced
+    for site, kernel in sorted(dict(kernels).items(), key=lambda item: item[0].output, reverse=True):
         output = copies[site.output]
         with copied.inserting_before(output.next):
             args = {n: _insert(module, copied, a, site.tensors[n], copies, output) for n, a in site.match.args.items()}
@@ -422,7 +445,6 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
             for which, *arguments in site.match.out:
                 result = copied.call_function(overload(which), (result, *arguments))
         output.replace_all_uses_with(result)
-        copies[site.output] = result  # what a site further on reads
     for node in copied.nodes:
         if name(node) == "view":  # a kernel's result may lie otherwise in memory than the original's
             node.target = torch.ops.aten.reshape.default
