@@ -195,13 +195,14 @@ class Match:
 class Graph:
     """One captured graph, called by torch.compile in place of the model's code.
 
-    module: the graph, of ATen operators after the first call. origin: what each input is ("parameter", "buffer",
-    "input") and its name. calls: how often it ran. problem: why it could not be lowered to ATen; it runs all the same.
-    run: set it to run something else with the same signature.
+    module: the graph, of ATen operators once it is lowered, by the first call. origin: what each input is ("parameter",
+    "buffer", "input") and its name. calls: how often it ran. problem: why it could not be lowered; it runs all the
+    same. run: set it to run something else with the same signature.
     """
 
     def __init__(self, index: int, source: fx.GraphModule, owner: Capture):
-        self.index, self.module, self.owner = index, source, owner
+        self.index, self.source, self.module, self.owner = index, source, source, owner
+        self.lowered = self._ready = False
         self.origin: dict[fx.Node, tuple[str, str]] = {}
         self.inputs: tuple = ()
         self.run: Callable | None = None
@@ -210,21 +211,19 @@ class Graph:
 
     def __call__(self, *inputs: Any) -> Any:
         self.calls += 1
-        if self.calls == 1:
+        if not self._ready:
             self._lower(inputs)
             self.owner.prepare(self, inputs)
+            self._ready = True  # where preparing failed, the next call tries again
         if self.owner.keep_inputs:
             self.inputs = inputs
         return (self.run or self.module)(*inputs)
 
-    @property
-    def lowered(self) -> bool:
-        return self.calls > 0 and not self.problem
-
     def _lower(self, inputs: tuple) -> None:
         try:
             with torch.no_grad():
-                self.module = lower(self.module, inputs)
+                self.module = lower(self.source, inputs)
+            self.lowered = True
         except Exception as error:  # an operator that cannot be traced: no sites here
             self.problem = one_line(error)
         names = self.owner.tensor_names()

@@ -69,10 +69,9 @@ def attribute(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Activity]
 
     def around(event: dict) -> tuple[list[str], list[dict]]:
         """(our ranges, operators) that an event lies in, itself included, the outermost first."""
-        chain, at = [], event
-        while at is not None:
-            chain.insert(0, at)
-            at = parents.get(id(at))
+        chain = [event]
+        while (parent := parents.get(id(chain[0]))) is not None:
+            chain.insert(0, parent)
         ranges = [e["name"] for e in chain if e.get("cat") == "user_annotation" and e["name"].startswith(RANGE)]
         return ranges, [e for e in chain if e.get("cat") == "cpu_op" and "::" in e["name"]]  # no compiler's regions
 
