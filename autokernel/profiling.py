@@ -129,8 +129,8 @@ def traced(call: Callable[[], Any], device: torch.device, keep: Path | None = No
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
+        call()  # the profiler's own start falls on the first operators and kernels
         if on_gpu:
-            call()  # the profiler's own start falls on the first kernels
             torch.cuda.synchronize(device)
         start = time.perf_counter()
         for _ in range(MAX_FORWARDS):
