@@ -334,7 +334,7 @@ class Applied:
                 self._find(graph)
                 self.modules[graph] = self._module(graph)
         except BaseException:
-            graph.module, graph.origin = None, {}  # so that the next call tries again, and does not run without kernels unseen
+            graph.module, graph.origin = None, {}  # the next call tries again, it does not run without kernels unseen
             for route in self.routes.values():
                 route.sites = [s for s in route.sites if s.graph is not graph]
                 route.inner = [s for s in route.inner if s.graph is not graph]

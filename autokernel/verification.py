@@ -397,6 +397,8 @@ class Verification:
         values = {"pytorch_ms": 1e3 * statistics.median(pair.theirs), "ours_ms": 1e3 * statistics.median(pair.ours),
                   "speedup": ratio.value, "spread": ratio.spread, "pairs": len(pair.ours), "faster": pair.faster,
                   "used": [f"{k.name} {self.rows[n]['shape']}" for n, k in choice.items()] if pays else []}  # fmt: skip
+        if mode[0] == "eager" and self.on_gpu:  # what skipping the modules' Python gives, without any kernel
+            values["captured_alone"] = self._against(mode, theirs, {})[0].ratio.value
         if pair.device_ours:
             values |= {"pytorch_device_ms": 1e3 * statistics.median(pair.device_theirs),
                        "ours_device_ms": 1e3 * statistics.median(pair.device_ours),
@@ -466,6 +468,8 @@ class Verification:
         busy = m["ours_device_ms"] / m["ours_ms"]
         if busy < 0.8:
             found.append(f"launch-bound: the GPU works {100 * busy:.0f} % of the time; a CUDA graph hides launches")
+        if "captured_alone" in m:
+            found.append(f"capture: the captured graph without any kernel is {m['captured_alone']:.2f}x here")
         left = [r for r in self.rows.values() if not r["used"]]
         if left:
             share = sum(r["pytorch_us"] or 0.0 for r in left) / self.total_us if self.total_us else 0.0

@@ -562,6 +562,10 @@ class Clocked(verification.Verification):
         return 1.0
 
 
+class InPlace(Clocked):
+    _in_place = verification.Verification._in_place
+
+
 @pytest.fixture
 def clock(monkeypatch):
     def paired(theirs, ours, *rest):
@@ -581,6 +585,18 @@ def test_a_starter_slower_than_pytorch_is_left(starters, clock):
     assert all(r["used"] for r in forced["rows"] if r["kernel"])
     with pytest.raises(apply.VerifyError, match="every kernel is slower"):
         Clocked(model, ids, starters(), {op: {"place": 120.0} for op in ops.names()}).run()
+
+
+def test_in_place_the_slower_one_is_left(starters, clock):
+    """Times of PyTorch's own profiler: an attention that does its work ten times over, and what lies inside of it."""
+    slow = "out = [F.scaled_dot_product_attention(Q, K, V, is_causal=causal) for _ in range(10)]\n    return out[0]"
+    model, ids = tiny()
+    values = InPlace(model, ids, starters(flash_attention=slow), {}).run()
+    rows = {r["op"]: r for r in values["rows"]}
+    assert rows["flash_attention"]["why"] == "slower than PyTorch here" and not rows["flash_attention"]["used"]
+    assert rows["flash_attention"]["ours_us"] > rows["flash_attention"]["pytorch_us"] > 0
+    assert rows["softmax"]["ours_us"] > 0 and rows["softmax"]["calls"] == 2  # measured once the attention was out
+    assert values["correct"]
 
 
 def test_a_mode_keeps_what_pays_in_it(starters, clock):
