@@ -31,7 +31,6 @@ from autokernel.targets import TargetError
 
 def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
-    p.usage_status = 3
     models.add_options(p)
     o = p.add_argument_group("verification")
     o.add_argument("--starters", action="store_true", help="the untouched starters instead of kept kernels")

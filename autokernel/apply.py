@@ -33,7 +33,7 @@ from autokernel.exposed import prepare_interpreter
 from autokernel.graph import Capture, Graph
 from autokernel.sites import Site
 from autokernel.source import BACKENDS, KernelError, KernelSource, read_kernel
-from autokernel.targets import read_target
+from autokernel.targets import TargetError, read_target
 
 UNSERVED_SHAPES = 8  # so many input shapes without a kernel are looked into; others go to the original unseen
 STARTERS = {"triton": "kernels", "cuda": "kernels/cuda"}
@@ -148,16 +148,18 @@ class Kernels:
         folder, kernels, notes = Path(workspace or paths.workspace()), [], []
         slower = _slower(folder / "verify.json") if verified else set()
         for path in sorted((folder / "targets").glob("*_*/best.py")):
-            target = read_target(path.parent)
-            source = read_kernel(path, target.spec.name)
-            record, objection = verdict(source, folder, target.name)
-            if source.sha256 in slower:
-                objection = "slower than PyTorch in the model, as verify.py measured"
-            if objection:
-                notes.append(f"{target.name} is not used: {objection}")
-            else:
-                speedup = record.get("speedup_vs_pytorch")
-                kernels.append(Kernel(target.name, source, target.key, target.share, speedup))
+            name = path.parent.name
+            try:
+                target = read_target(path.parent)
+                source = read_kernel(path, target.spec.name)
+                record, objection = verdict(source, folder, name)
+                if source.sha256 in slower:
+                    objection = "slower than PyTorch in the model, as verify.py measured"
+                if objection:
+                    raise KernelError(objection)
+                kernels.append(Kernel(name, source, target.key, target.share, record.get("speedup_vs_pytorch")))
+            except (KernelError, TargetError) as error:
+                notes.append(f"{name} is not used: {error}")
         if not kernels:
             why = f" ({notes[0]})" if notes else ""
             raise KernelError(f"{folder}: no kept kernel{why}; make one with uv run orchestrate.py run, or try the "
@@ -303,7 +305,8 @@ class Applied:
     def _first(self, signature: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """A call with inputs of a new shape: does it reach kernels, and is it one graph?"""
         before, calls = _identities(self.model), sum(g.calls for g in self.capture.graphs)
-        self._watched = watched = []
+        watched: list[tuple[Graph, tuple, Any]] = []
+        self._watched = watched
         try:
             result = self.capture(*args, **kwargs)
         finally:
@@ -312,7 +315,7 @@ class Applied:
         once = len(watched) == 1 and sum(g.calls for g in self.capture.graphs) == calls + 1
         if once and self._signatures[signature] and before == _identities(self.model):
             with contextlib.suppress(_NotDirect):
-                self._directs.append(_Direct(self, *watched[0], args, kwargs, result))
+                self._directs.append(_Direct(self, watched[0], args, kwargs, result))
         return result
 
     # ---- graphs ----------------------------------------------------------------------------------------------------
@@ -471,7 +474,7 @@ _OPERATORS: dict[str, Route] = {}  # whose calls an operator counts
 
 def _scratch(graph: Graph, inputs: tuple) -> tuple:
     """The inputs of a graph with copies of all but the parameters: a forward pass may write to buffers."""
-    kinds = [graph.origin.get(n, ("input", ""))[0] for n in graph.module.graph.nodes if n.op == "placeholder"]
+    kinds = [kind for kind, _ in graph.origin.values()]  # in the order of the inputs
     return tuple(
         t.clone() if isinstance(t, torch.Tensor) and kind != "parameter" else t
         for t, kind in zip(inputs, kinds, strict=True)
@@ -530,8 +533,10 @@ class _Slot:
 class _Direct:
     """A forward pass that is one graph, as a function without torch.compile's own machinery: it can be traced anew."""
 
-    def __init__(self, applied: Applied, graph: Graph, inputs: tuple, outputs: Any, args: tuple, kwargs, result):
-        self.applied, self.graph, self.training = applied, graph, applied.model.training
+    def __init__(self, applied: Applied, run: tuple[Graph, tuple, Any], args: tuple, kwargs: Mapping, result: Any):
+        """run: the graph, its inputs and what it gave. Raises _NotDirect."""
+        self.applied, self.training = applied, applied.model.training
+        self.graph, inputs, outputs = run
         leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         self.leaves = [_described(leaf) for leaf in leaves]
         places = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}

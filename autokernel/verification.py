@@ -1,39 +1,37 @@
 """The whole model with kernels against the model as it is: the same outputs? faster? What verify.py prints.
 
-Correct: each output, and each buffer that the model writes to, is compared with a run of the model in a wider dtype
-(float32; float64 for a float32 model). Its rms error may be RMS_FACTOR times that of the original in its own dtype, its
-largest error MAX_FACTOR times, each plus a floor of a few roundings. Faster: in the same launch mode, calls of both in
-turns, the median of paired ratios above 1 by more than its 95 % interval.
+Faster means: in the same launch mode, calls of both in turns, the median of paired ratios above 1 by more than its 95 %
+interval. What is right stands in outputs.py.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from autokernel import gpu, profiling, sites
+from autokernel import profiling, sites
 from autokernel.apply import Applied, CallFault, Choice, Kernel, Kernels, Route, VerifyError, mapped
-from autokernel.compare import FEWEST, MAX_FACTOR, RMS_FACTOR, TOLERANCES, compare, same_bits
+from autokernel.compare import TOLERANCES, compare, same_bits
 from autokernel.graph import flops
 from autokernel.models import Loaded
+from autokernel.outputs import Oracle, Snapshot, difference, named
 from autokernel.timing import Ratio
 
 SCHEMA = 1
 FASTER, NOT_FASTER, INCORRECT, COULD_NOT_RUN = range(4)
-COMPILED: dict[str, dict[str, Any]] = {"torch.compile": {}, "max-autotune": {"mode": "max-autotune-no-cudagraphs"}}  # graphs are ours to capture
+COMPILED: dict[str, dict[str, Any]] = {  # CUDA graphs are ours to capture
+    "torch.compile": {}, "max-autotune": {"mode": "max-autotune-no-cudagraphs"}}  # fmt: skip
 IN_A_GRAPH = " in a CUDA graph"
 PAIRS, SECONDS = (7, 40), 1.0  # timed pairs of calls of a comparison
 INTERPRETED_FLOPS = 2e9  # of sites in one forward pass in Triton's interpreter: several minutes
-_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -50,151 +48,6 @@ class Options:
     timed: int = 0
     atol: float | None = None
     rtol: float | None = None
-
-
-# ---- the model object -----------------------------------------------------------------------------------------------
-
-
-class Snapshot:
-    """What a forward pass may change of a model: attributes, containers, tensors; parameters by checksum."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.model = model
-        owners = [m.__dict__ for m in model.modules()] + [t.__dict__ for t in (*model.parameters(), *model.buffers())]
-        self.attributes = [(owner, dict(owner)) for owner in owners]
-        held = [v for _, attributes in self.attributes for v in attributes.values()]
-        self.containers = [(v, copy.copy(v)) for v in held if isinstance(v, (dict, list, set))]
-        self.buffers = {n: (t, t.detach().clone()) for n, t in model.named_buffers()}
-        loose = {f"attribute {i}": (t, t.detach().clone()) for i, t in enumerate(held) if isinstance(t, torch.Tensor)}
-        self.tensors = {**self.buffers, **loose}
-        self.sums = {n: _checksum(p) for n, p in model.named_parameters()}
-
-    def restore(self) -> None:
-        for held, saved in (*self.attributes, *self.containers):
-            held.clear()
-            held.extend(saved) if isinstance(held, list) else held.update(saved)
-        for tensor, saved in self.tensors.values():
-            tensor.copy_(saved)
-
-    def written(self) -> list[str]:
-        """Buffers that are not what they were."""
-        now = dict(self.model.named_buffers())
-        return [n for n, (t, saved) in self.buffers.items() if now[n] is not t or not same_bits(t, saved)]
-
-    def damaged(self) -> list[str]:
-        """Parameters that are not what they were: nothing but a kernel writes there."""
-        return [n for n, p in self.model.named_parameters() if _checksum(p) != self.sums[n]]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    data = tensor.detach().contiguous().reshape(-1)
-    data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
-    return int(data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]).sum())
-
-
-def named(given: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in an output, with its place: tuples, dicts, dataclasses, caches."""
-    if isinstance(given, torch.Tensor):
-        yield path or "output", given
-        return
-    if isinstance(given, Mapping):
-        items = given.items()
-    elif isinstance(given, (list, tuple)):
-        items = dict(enumerate(given)).items()
-    elif dataclasses.is_dataclass(given) or hasattr(given, "__dict__"):
-        items = {} if isinstance(given, (type, torch.nn.Module)) or callable(given) else vars(given).items()
-    else:
-        items = {}
-    for name, value in dict(items).items():
-        yield from named(value, f"{path}.{name}" if path else str(name))
-
-
-# ---- outputs --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Difference:
-    """rms and largest error over rms(ref), where both are finite; values non-finite where the original's are finite."""
-
-    rms: float = 0.0
-    largest: float = 0.0
-    wrong: int = 0
-
-
-def difference(out: torch.Tensor, ref: torch.Tensor, original: torch.Tensor) -> Difference:
-    """Of a float tensor; for another kind `rms` is the share of differing elements."""
-    if not out.is_floating_point():
-        return Difference((out != ref).double().mean().item() if out.numel() else 0.0)
-    total = size = top = 0.0
-    wrong = count = 0
-    for a, b, c in zip(*(t.detach().reshape(-1).split(_CHUNK) for t in (out, ref, original)), strict=True):
-        finite = a.isfinite() & b.isfinite() & c.isfinite()
-        wrong += int((c.isfinite() & ~a.isfinite()).sum())
-        error = torch.where(finite, (a.double() - b.double()).abs(), 0.0)
-        total += error.square().sum().item()
-        size += torch.where(finite, b.double(), 0.0).square().sum().item()
-        top = max(top, error.max().item() if error.numel() else 0.0)
-        count += int(finite.sum())
-    scale = math.sqrt(size / count) if size else 1.0
-    return Difference(math.sqrt(total / max(count, 1)) / scale, top / scale, wrong)
-
-
-class Oracle:
-    """The original's outputs, and what they should have been."""
-
-    def __init__(self, original: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], dtype: torch.dtype,
-                 options: Options):  # fmt: skip
-        self.original, self.reference, self.dtype, self.options = original, reference, dtype, options
-        self.theirs = {n: difference(t, reference[n], t) for n, t in original.items()}
-
-    def judge(self, outputs: dict[str, torch.Tensor]) -> tuple[str, list[dict[str, Any]]]:
-        """(what is wrong or "", one row an output)."""
-        rows, faults = [], []
-        for name, original in self.original.items():
-            out, theirs, ref = outputs.get(name), self.theirs[name], self.reference[name]
-            if out is None or (out.shape, out.dtype) != (original.shape, original.dtype):
-                got = "missing" if out is None else f"{out.dtype} {list(out.shape)}"
-                faults.append(f"{name} is {got}, expected {original.dtype} {list(original.shape)}")
-                continue
-            ours = difference(out, ref, original)
-            rows.append({"output": name, "rms_error": ours.rms, "rms_error_pytorch": theirs.rms,
-                         "max_error": ours.largest, "max_error_pytorch": theirs.largest})  # fmt: skip
-            faults += [f"{name}: {fault}"] if (fault := self._fault(out, ref, ours, theirs)) else []
-        return "; ".join(faults), rows
-
-    def _fault(self, out, ref, ours: Difference, theirs: Difference) -> str:
-        if ours.wrong:
-            return f"{ours.wrong} values are not finite where the original's are"
-        if self.options.atol is not None or self.options.rtol is not None:
-            limit = (self.options.atol or 0.0) + (self.options.rtol or 0.0) * ref.double().abs()
-            beyond = int((((out.double() - ref.double()).abs() > limit) & ref.isfinite()).sum())
-            return f"{beyond} values beyond --atol and --rtol" if beyond else ""
-        if not out.is_floating_point():
-            limit = RMS_FACTOR * theirs.rms + math.floor(out.numel() / 100) / max(out.numel(), 1)
-            return f"{ours.rms:.2%} of the values differ, PyTorch's {theirs.rms:.2%}" if ours.rms > limit else ""
-        floor = max(TOLERANCES[d] for d in (out.dtype, self.dtype) if d in TOLERANCES)
-        floor *= 1 if out.numel() >= FEWEST else MAX_FACTOR  # the original's own error is chance there
-        for kind, mine, its, factor in (("rms", ours.rms, theirs.rms, RMS_FACTOR),
-                                        ("largest", ours.largest, theirs.largest, MAX_FACTOR)):  # fmt: skip
-            if not mine <= factor * its + (floor if kind == "rms" else MAX_FACTOR * floor):
-                return f"its {kind} error is {mine:.2e} of the rms, PyTorch's {its:.2e}: at most {factor:g} times that"
-        return ""
-
-    def language(self, outputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, float]:
-        """Top-1 agreement and KL divergence (nats a position) of logits from the reference; {} without logits."""
-        sizes = {m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-        found = [n for n, t in self.original.items() if t.ndim > 1 and t.shape[-1] in sizes and t.is_floating_point()]
-        if not found or found[0] not in outputs:
-            return {}
-        rows, values = self.reference[found[0]].flatten(0, -2), {}
-        for label, given in (("", outputs), ("_pytorch", self.original)):
-            agree = divergence = 0.0
-            for want, got in zip(rows.split(1024), given[found[0]].flatten(0, -2).split(1024), strict=True):
-                p, q = want.double().log_softmax(-1), got.double().log_softmax(-1)
-                agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
-                divergence += torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True).item()
-            values |= {f"top1_agreement{label}": agree / len(rows), f"kl_divergence{label}": divergence / len(rows)}
-        return values
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -285,7 +138,8 @@ class Verification:
         self.snapshot = Snapshot(loaded.model)
         self.applied = Applied(loaded.model, kernels, True, not options.starters, progress)
         self.rows: dict[str, dict[str, Any]] = {}  # key of sites -> what is said of them
-        self.total_us = self.estimate = None
+        self.total_us: float | None = None  # device time of a forward pass
+        self.estimate: float | None = None
 
     def run(self) -> dict[str, Any]:
         """The record of workspace/verify.json. Raises VerifyError, and what a kernel or the model raises."""
@@ -304,7 +158,7 @@ class Verification:
         return {**self._about(), **values, "rows": list(self.rows.values()), "notes": self.notes}
 
     def _about(self) -> dict[str, Any]:
-        name = gpu.detect(self.loaded.device.index or 0).name if self.on_gpu else "cpu"
+        name = torch.cuda.get_device_name(self.loaded.device) if self.on_gpu else "cpu"
         return {
             "schema": SCHEMA, "model": self.loaded.name, "inputs": self.loaded.inputs,
             "dtype": str(self.loaded.dtype).removeprefix("torch."), "device": name, "torch": torch.__version__,
@@ -341,7 +195,8 @@ class Verification:
                 raise VerifyError(f"{self.loaded.name} gives other outputs from the same inputs, state and seed "
                                   f"({name}: {off}): nothing compares with that; make it deterministic")  # fmt: skip
         self.random = any(not same_bits(other[n], t) for n, t in original.items() if other[n].shape == t.shape)
-        self.oracle = Oracle(original, self._reference(original), self.loaded.dtype, self.options)
+        atol, rtol = self.options.atol, self.options.rtol
+        self.oracle = Oracle(original, self._reference(original), self.loaded.dtype, atol, rtol)
         if self.random:
             self.notes.append("the model draws random numbers (dropout in train mode?): compared with the same seed, "
                               "and in eager mode only")  # fmt: skip
@@ -447,6 +302,7 @@ class Verification:
         self.applied.choose(self.choice)
         used = [self.rows[s] for s in {s.key for s in self.applied.served}]
         gain = sum(r["pytorch_us"] - r["ours_us"] for r in used)
+        assert self.total_us is not None
         self.estimate = self.total_us / (self.total_us - gain)
 
     def _row_of(self, key: str) -> dict[str, Any]:
@@ -525,7 +381,7 @@ class Verification:
 
     def _mode(self, mode: tuple[str, str]) -> tuple[dict[str, Any], str, dict[str, torch.Tensor]]:
         theirs = self._call(mode, None)
-        candidates: list[Choice] = [self.choice]
+        candidates = [self.choice]
         if mode[1] and self.on_gpu and not self.options.everything:  # Inductor fuses what is no product: leave it that
             products = {s.key for s in self.applied.served if any(map(flops, s.nodes))}
             candidates.append({k: v for k, v in self.choice.items() if k in products})
@@ -540,7 +396,9 @@ class Verification:
         pays = not self.on_gpu or self.options.everything or ratio.value + ratio.spread >= 1
         values = {"pytorch_ms": 1e3 * statistics.median(pair.theirs), "ours_ms": 1e3 * statistics.median(pair.ours),
                   "speedup": ratio.value, "spread": ratio.spread, "pairs": len(pair.ours), "faster": pair.faster,
-                  "used": [f"{k.name} {self.rows[key]['shape']}" for key, k in choice.items()] if pays else []}  # fmt: skip
+                  "used": [f"{k.name} {self.rows[n]['shape']}" for n, k in choice.items()] if pays else []}  # fmt: skip
+        if mode[0] == "eager" and self.on_gpu:  # what skipping the modules' Python gives, without any kernel
+            values["captured_alone"] = self._against(mode, theirs, {})[0].ratio.value
         if pair.device_ours:
             values |= {"pytorch_device_ms": 1e3 * statistics.median(pair.device_theirs),
                        "ours_device_ms": 1e3 * statistics.median(pair.device_ours),
@@ -610,6 +468,8 @@ class Verification:
         busy = m["ours_device_ms"] / m["ours_ms"]
         if busy < 0.8:
             found.append(f"launch-bound: the GPU works {100 * busy:.0f} % of the time; a CUDA graph hides launches")
+        if "captured_alone" in m:
+            found.append(f"capture: the captured graph without any kernel is {m['captured_alone']:.2f}x here")
         left = [r for r in self.rows.values() if not r["used"]]
         if left:
             share = sum(r["pytorch_us"] or 0.0 for r in left) / self.total_us if self.total_us else 0.0
@@ -690,6 +550,7 @@ def _facts(kernel: Kernel | None) -> dict[str, str | None]:
 
 
 def _labels(site: sites.Site) -> list[str]:
+    assert site.graph.module is not None
     places = {n: i for i, n in enumerate(site.graph.module.graph.nodes)}
     return [f"{site.graph.index}.{places[n]}" for n in site.nodes]
 

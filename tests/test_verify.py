@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 import autokernel
-from autokernel import apply, nightreport, ops, verification
+from autokernel import apply, nightreport, ops, outputs, verification
 from autokernel.apply import Kernel, Kernels
 from autokernel.models import Loaded
 from autokernel.paths import repo_root
@@ -296,8 +296,8 @@ def test_transformers_model(family, starters):
             assert calls(applied) == 2 * served  # under torch.compile the kernels too
         for given in (got, compiled):
             assert type(given) is type(want)
-            for name, tensor in verification.named(want):
-                torch.testing.assert_close(dict(verification.named(given))[name], tensor, rtol=1e-4, atol=1e-5)
+            for name, tensor in outputs.named(want):
+                torch.testing.assert_close(dict(outputs.named(given))[name], tensor, rtol=1e-4, atol=1e-5)
         assert_same(before, everything(model))
 
 
@@ -330,7 +330,9 @@ def test_custom_operators_are_sound(starters):
 def test_kernels_of_one_operator_serve_their_own_shape_only(night, tmp_path):
     strict = "assert tuple(B.shape) == (32, {}), B.shape\n    " + BODIES["matmul"]
     workspace = night("Two", matmul=strict.format(32))
-    wide = next(p for p in (workspace / "targets").glob("*_matmul") if "48" in (p / "target.json").read_text())
+    shapes = {p: json.loads((p / "target.json").read_text())["args"]["B"]["shape"]
+              for p in (workspace / "targets").glob("*_matmul")}  # fmt: skip
+    wide = next(p for p, shape in shapes.items() if shape == [32, 48])
     keep(workspace, wide.name, 7, plain("matmul", strict.format(48)))
     model, x = script_model(tmp_path, "Two"), torch.randn(8, 32)
     with torch.no_grad(), autokernel.load(workspace).apply(model) as applied:
@@ -455,8 +457,9 @@ def test_zero_replaced_calls_are_an_error(night, run):
 
 
 def test_verify_without_anything(run, tmp_path):
-    said = f"no model in {tmp_path}/workspace/profile.json: name one with --model FILE --class-name NAME, or run uv run "
-    assert run("verify")[0::2] == (3, f"verify.py: {said}profile.py first\n")
+    status, _, err = run("verify")
+    said = f"verify.py: no model in {tmp_path}/workspace/profile.json: name one with --model FILE --class-name NAME"
+    assert status == 3 and err == f"{said}, or run uv run profile.py first\n"
 
 
 def test_a_wrong_kernel_is_incorrect_and_found(night, run):
@@ -498,7 +501,7 @@ def test_a_kernel_that_writes_to_weights_is_incorrect(starters):
 def test_errors_are_measured_against_a_wider_run():
     ref = torch.linspace(-2, 2, 1000)
     original = {"output": ref.half()}
-    oracle = verification.Oracle(original, {"output": ref}, torch.float16, verification.Options())
+    oracle = outputs.Oracle(original, {"output": ref}, torch.float16)
     assert not oracle.judge(original)[0]
     assert not oracle.judge({"output": (ref + 1e-4).half()})[0]
     assert "rms error" in oracle.judge({"output": (ref * 1.01).half()})[0]
@@ -511,7 +514,7 @@ def test_errors_are_measured_against_a_wider_run():
     zeros = {"output": torch.zeros(1000, dtype=torch.float16)}
     assert oracle.judge(zeros)[0]
     overflown = {"output": torch.where(ref > 1.9, torch.inf, ref).half()}
-    oracle = verification.Oracle(overflown, {"output": ref}, torch.float16, verification.Options())
+    oracle = outputs.Oracle(overflown, {"output": ref}, torch.float16)
     assert not oracle.judge(overflown)[0] and not oracle.judge(original)[0]
 
 
@@ -519,7 +522,7 @@ def test_logits_of_a_language_model():
     torch.manual_seed(0)
     logits = torch.randn(3, 5, 7).double()
     model = nn.ModuleDict({"tokens": nn.Embedding(7, 4)})
-    oracle = verification.Oracle({"logits": logits.half()}, {"logits": logits}, torch.float16, verification.Options())
+    oracle = outputs.Oracle({"logits": logits.half()}, {"logits": logits}, torch.float16)
     values = oracle.language({"logits": logits.roll(1, -1)}, model)
     assert values["top1_agreement"] < 0.3 and values["top1_agreement_pytorch"] == 1
     p, q = logits.softmax(-1), logits.roll(1, -1).softmax(-1)
@@ -559,6 +562,10 @@ class Clocked(verification.Verification):
         return 1.0
 
 
+class InPlace(Clocked):
+    _in_place = verification.Verification._in_place
+
+
 @pytest.fixture
 def clock(monkeypatch):
     def paired(theirs, ours, *rest):
@@ -578,6 +585,18 @@ def test_a_starter_slower_than_pytorch_is_left(starters, clock):
     assert all(r["used"] for r in forced["rows"] if r["kernel"])
     with pytest.raises(apply.VerifyError, match="every kernel is slower"):
         Clocked(model, ids, starters(), {op: {"place": 120.0} for op in ops.names()}).run()
+
+
+def test_in_place_the_slower_one_is_left(starters, clock):
+    """Times of PyTorch's own profiler: an attention that does its work ten times over, and what lies inside of it."""
+    slow = "out = [F.scaled_dot_product_attention(Q, K, V, is_causal=causal) for _ in range(10)]\n    return out[0]"
+    model, ids = tiny()
+    values = InPlace(model, ids, starters(flash_attention=slow), {}).run()
+    rows = {r["op"]: r for r in values["rows"]}
+    assert rows["flash_attention"]["why"] == "slower than PyTorch here" and not rows["flash_attention"]["used"]
+    assert rows["flash_attention"]["ours_us"] > rows["flash_attention"]["pytorch_us"] > 0
+    assert rows["softmax"]["ours_us"] > 0 and rows["softmax"]["calls"] == 2  # measured once the attention was out
+    assert values["correct"]
 
 
 def test_a_mode_keeps_what_pays_in_it(starters, clock):
