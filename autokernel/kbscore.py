@@ -282,7 +282,8 @@ def tables(score: Score, columns: int) -> str:
         rows.add_column(name, justify="right", min_width=7, no_wrap=True)
     rows.add_column("remark")
     for i, r in sorted(score.rows.items()):
-        remarks = [f"weak problem: {r['weak_problem']}" * str(r.get("weak_problem", "")).startswith("yes"),
+        weak = str(r.get("weak_problem"))
+        remarks = [f"weak problem: {weak}" * weak.startswith("yes"),
                    "vendor" * bool(r.get("vendor_library")), "shrunk" * bool(r.get("shrunk"))]  # fmt: skip
         why = shorten(str(r.get("reason")), columns - 50)
         remark = "; ".join(filter(None, remarks)) if r["correctness"] == "PASS" else why
