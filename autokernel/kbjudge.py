@@ -230,7 +230,7 @@ class ProblemBench(Bench):
 
     def _weak(self, inputs: list[torch.Tensor], outs: tuple, other: tuple) -> list[str]:
         """What needs no computing and yet passes KernelBench's check."""
-        fakes = {"zeros": map(torch.zeros_like, outs), "a constant": map(_mean, outs), "another answer": other}
+        fakes = {"zeros": map(torch.zeros_like, outs), "a constant": map(_mean, other), "another answer": other}
         for name, t in enumerate(inputs):
             if len(outs) == 1 and t.shape == outs[0].shape and t.dtype == outs[0].dtype:
                 fakes[f"input {name} itself"] = [t]
