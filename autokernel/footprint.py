@@ -171,8 +171,12 @@ def shrunk_code(code: str, precision: str = "fp32") -> str:
     tree = ast.parse(code)
     now = weight(code)
     while 1 < now < float("inf"):
-        for node in sorted(_sizes(tree), key=lambda n: -n.value):
-            node.value, old = node.value // 2, node.value
+        nodes = sorted(_sizes(tree), key=lambda n: -n.value)
+        together = [[n for n in nodes if n.value == value] for value in dict.fromkeys(n.value for n in nodes)]
+        for group in [[n] for n in nodes] + together:  # sizes that must agree are usually equal
+            old = group[0].value
+            for node in group:
+                node.value = old // 2
             try:
                 then = weight(ast.unparse(tree))
             except Exception:  # noqa: BLE001 - sizes that the module itself refuses
@@ -180,7 +184,8 @@ def shrunk_code(code: str, precision: str = "fp32") -> str:
             if then < 0.95 * now:
                 now = then
                 break
-            node.value = old
+            for node in group:
+                node.value = old
         else:
             break
     return ast.unparse(tree)
