@@ -149,7 +149,7 @@ def test_a_level_is_scored_once(level):
     stamp = level.kernel.stat().st_mtime_ns
     out, err = score(level, rc=1)
     assert "not judged: kb/1/8: needs 900 GiB (exit status 2)" in out
-    assert "12 problems, 9 with a solution, 8 scored" in out
+    assert "12 problems, 9 with a solution, 8 scored on cpu" in out
     assert err.count("\n") == 9 and "[1/9, " in err
     v = json.loads(score(level, "--report", "--json", rc=1)[0])
     assert (v["problems"], v["solutions"], v["scored"], v["right"]) == (12, 9, 8, 7)
@@ -208,7 +208,7 @@ def test_gpus_budgets_and_interrupts(level):
     steps = [1 if "begin" in j else -1 for j in judged(level)]
     assert max(sum(steps[:i]) for i in range(len(steps))) == 2 * kbscore.LANES
     out, _ = score(level, "--again", "--minutes", "0.004", rc=0)  # scores that hold are not lost by a budget
-    assert "12 scored" in out
+    assert "12 scored on cpu" in out
     for path in (level.root / "workspace/kb/1").glob("*/score.json"):
         path.unlink()
     out, _ = score(level, "--minutes", "0.004", rc=1)
