@@ -7,6 +7,8 @@ get_init_inputs are halved, the largest first, as long as the model still runs t
 from __future__ import annotations
 
 import ast
+import contextlib
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from autokernel.spec import DTYPES
 
 CONTEXT_BYTES = 600 << 20  # what a process on the GPU takes before its first tensor, and the buffer that flushes L2
 CPU_FLOPS_PER_S, CPU_BYTES_PER_S = 2e10, 4e9  # a few cores; good for "seconds, minutes or hours"
+LONGEST_LOOK_S = 3.0
 SMALL_FLOPS, SMALL_BYTES = 2e8, 4e7  # where halving stops: well under a second on a CPU
 
 
@@ -32,8 +35,9 @@ SMALL_FLOPS, SMALL_BYTES = 2e8, 4e7  # where halving stops: well under a second 
 class Footprint:
     """Bytes of inputs, outputs and parameters, the most that one call holds beside its inputs, and counted FLOPs.
 
-    FLOPs are those of matrix products, convolutions and attention. complete: whether forward ran on the meta device;
-    otherwise outputs and working memory are not known and zero.
+    FLOPs are those of matrix products, convolutions and attention. seen: how much of forward ran on the meta device:
+    "all" of it; "some", as a recurrence of thousands of steps takes too long there; "none", as it looks at values. What
+    was not seen counts as zero.
     """
 
     inputs: int
@@ -41,7 +45,7 @@ class Footprint:
     parameters: int
     working: int
     flops: float
-    complete: bool
+    seen: str
 
     def needed(self, workers: int) -> int:
         """Bytes of device memory in a run with so many children: each has an arena (two copies of the inputs and the
@@ -69,18 +73,20 @@ def footprint(code: str, precision: str = "fp32") -> Footprint:
     template, tensors = named(_on_meta(module.get_inputs))
     tensors = {n: there(t) for n, t in tensors.items()}
     init = list(getattr(module, "get_init_inputs", list)())
-    with torch.no_grad():
+    model, outs, seen = torch.nn.Module(), (), "none"
+    peak, counter = _Peak(tensors.values()), FlopCounterMode(display=False)
+    with contextlib.suppress(Exception), torch.no_grad():  # anybody's code, which may look at values
+        model = _on_meta(lambda: module.Model(*init)).to(device="meta", dtype=dtype)
+        peak = _Peak([*tensors.values(), *tensors_of(model).values()])
         try:
-            model = _on_meta(lambda: module.Model(*init)).to(device="meta", dtype=dtype)
-            held = {**tensors_of(model), **tensors}
-            with _Peak(held.values()) as peak, FlopCounterMode(display=False) as counter:
+            with peak, counter:
                 outs = flat(model(*rebuilt(template, tensors)))
-            flops, working, complete = float(counter.get_total_flops()), peak.most, True
-        except Exception:  # noqa: BLE001 - anybody's code, which may look at values
-            outs, flops, working, complete, model = (), 0.0, 0, False, torch.nn.Module()
-    return Footprint(
-        _nbytes(tensors.values()), _nbytes(outs), _nbytes(tensors_of(model).values()), working, flops, complete
-    )
+            seen = "all"
+        except _EnoughSeen:
+            seen = "some"
+    parameters = _nbytes(tensors_of(model).values())
+    flops = float(counter.get_total_flops())
+    return Footprint(_nbytes(tensors.values()), _nbytes(outs), parameters, peak.most, flops, seen)
 
 
 def _on_meta(make: Any) -> Any:
@@ -96,15 +102,22 @@ def _nbytes(tensors: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
+class _EnoughSeen(BaseException):
+    """Time is up."""
+
+
 class _Peak(TorchDispatchMode):
-    """The most bytes of storage that lived at once, those of `held` not counted."""
+    """The most bytes of storage that lived at once, those of `held` not counted. Raises _EnoughSeen after a while."""
 
     def __init__(self, held: Any):
         super().__init__()
         self.living = {t.untyped_storage()._cdata: 1 for t in held}
         self.now = self.most = 0
+        self.until = time.monotonic() + LONGEST_LOOK_S
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self.until:
+            raise _EnoughSeen
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -137,7 +150,7 @@ def memory_fault(found: Footprint, workers: int, device: torch.device) -> str:
     needed, free = found.needed(workers), free_bytes(device)
     if needed <= free:
         return ""
-    least = "" if found.complete else "at least "
+    least = "" if found.seen == "all" else "at least "
     where = "this GPU" if device.type == "cuda" else "this machine"
     text = f"the problem needs {least}{needed / 2**30:.1f} GiB for {workers} processes and the judge, {where} has "
     return text + f"{free / 2**30:.1f} GiB free"
@@ -152,13 +165,18 @@ def shrunk_code(code: str, precision: str = "fp32") -> str:
     def weight(text: str) -> float:
         found = footprint(text, precision)
         size = found.inputs + found.parameters + found.working
-        return found.flops / SMALL_FLOPS + size / SMALL_BYTES if found.complete else float("inf")
+        longer = {"all": 0.0, "some": 1e3 * (1 + found.inputs / SMALL_BYTES), "none": float("inf")}
+        return found.flops / SMALL_FLOPS + size / SMALL_BYTES + longer[found.seen]
 
     tree = ast.parse(code)
     now = weight(code)
     while 1 < now < float("inf"):
-        for node in sorted(_sizes(tree), key=lambda n: -n.value):
-            node.value, old = node.value // 2, node.value
+        nodes = sorted(_sizes(tree), key=lambda n: -n.value)
+        together = [[n for n in nodes if n.value == value] for value in dict.fromkeys(n.value for n in nodes)]
+        for group in [[n] for n in nodes] + together:  # sizes that must agree are usually equal
+            old = group[0].value
+            for node in group:
+                node.value = old // 2
             try:
                 then = weight(ast.unparse(tree))
             except Exception:  # noqa: BLE001 - sizes that the module itself refuses
@@ -166,7 +184,8 @@ def shrunk_code(code: str, precision: str = "fp32") -> str:
             if then < 0.95 * now:
                 now = then
                 break
-            node.value = old
+            for node in group:
+                node.value = old
         else:
             break
     return ast.unparse(tree)

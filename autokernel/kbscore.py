@@ -36,6 +36,7 @@ from autokernel.paths import atomic_write, repo_root, shared, workspace
 from autokernel.scale import Cluster
 
 LANES = 2  # processes a GPU: one is judged under the GPU's lock, the next starts meanwhile and waits for the lock
+LATE = "not done in"
 KEPT = ("correctness", "reason", "latency_us", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile",
         "noise_pct", "official_check", "weak_problem", "vendor_library", "peak_vram_mb", "gpu_name", "device", "shrunk",
         "harness", "bench_time_seconds")  # fmt: skip
@@ -110,7 +111,7 @@ def judged(job: Job, gpu: str = "", running: Callable[[subprocess.Popen], None] 
         try:
             out, err = process.communicate(timeout=job.seconds)
         except subprocess.TimeoutExpired:
-            return {"failed": f"not done in {job.seconds:.0f} s (--problem-minutes)"}
+            return {"failed": f"{LATE} {job.seconds:.0f} s (--problem-minutes)"}
         finally:
             end(process)
             process.wait()
@@ -150,7 +151,7 @@ def spread(todo: list[Job], gpus: list[str], cluster: str, deadline: float) -> I
         return
     again = []
     for job, record in _here(todo, [g for g in gpus for _ in range(LANES)] or [""], deadline):
-        if "failed" in record and gpus:
+        if "failed" in record and gpus and not record["failed"].startswith(LATE):
             again.append(job)
         else:
             yield job, record
@@ -282,7 +283,8 @@ def tables(score: Score, columns: int) -> str:
         rows.add_column(name, justify="right", min_width=7, no_wrap=True)
     rows.add_column("remark")
     for i, r in sorted(score.rows.items()):
-        remarks = [f"weak problem: {r['weak_problem']}" * str(r.get("weak_problem", "")).startswith("yes"),
+        weak = str(r.get("weak_problem"))
+        remarks = [f"weak problem: {weak}" * weak.startswith("yes"),
                    "vendor" * bool(r.get("vendor_library")), "shrunk" * bool(r.get("shrunk"))]  # fmt: skip
         why = shorten(str(r.get("reason")), columns - 50)
         remark = "; ".join(filter(None, remarks)) if r["correctness"] == "PASS" else why
@@ -302,7 +304,8 @@ def tables(score: Score, columns: int) -> str:
     console = Console(file=text, width=columns, highlight=False)
     console.print(rows, "", shares, "", sep="\n")
     v = score.values()
-    console.print(f"{v['problems']} problems, {v['solutions']} with a solution, {v['scored']} scored, "
+    console.print(f"{v['problems']} problems, {v['solutions']} with a solution, {v['scored']} scored "
+                  f"on {' and '.join(v['devices']) or 'no device'}, "
                   f"{v['right']} right ({100 * v['correct']:.3g} %); geometric mean of the right ones: "
                   f"{number(v['geomean']['pytorch'], '.3g', 'x')} PyTorch, "
                   f"{number(v['geomean']['compile'], '.3g', 'x')} torch.compile")  # fmt: skip

@@ -84,7 +84,7 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     if v.get("quick"):
         raise NightError(f"the last run was --quick, which is never kept; {again}")
     if work.problem and (options := lenient(v)):
-        raise NightError(f"the last run was with {options}, which is never kept; {again} without")
+        raise NightError(f"the last run was with {options}, which is never kept; {again}")
     if v.get("harness") != "clean":
         raise NightError(f"the last run's harness was {v.get('harness')}, not clean: see git status, then {again}")
     if v.get("harness_sha256") != integrity.digest():

@@ -34,13 +34,15 @@ class ModelCall:
                 setattr(module, last, value.clone())
 
 
-def build(cls: Any, init: list, package: dict, device: Any, compiled: str = "") -> ModelCall:
-    """Construct a model. package: seed, precision (a dtype), tensors (the reference's, on the CPU), template, stateful.
+def build(cls: Any, package: dict, device: Any, compiled: str = "") -> ModelCall:
+    """Construct a model. compiled: a mode of torch.compile, or "".
 
-    compiled: a mode of torch.compile, or "".
+    package: init (the constructor's arguments), seed, precision (a dtype), tensors (the reference's, on the CPU),
+    template (see `named`), stateful (whether a call changes what the next one reads).
     """
     dtype = package["precision"]
-    init = [v.to(device, dtype if v.is_floating_point() else v.dtype) if torch.is_tensor(v) else v for v in init]
+    init = [v.to(device, dtype if v.is_floating_point() else v.dtype) if torch.is_tensor(v) else v
+            for v in package["init"]]  # fmt: skip
     with torch.no_grad():
         torch.manual_seed(package["seed"])
         model = cls(*init)

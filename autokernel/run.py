@@ -190,10 +190,10 @@ class _Session:
             stages[0].failures.append(f"loading kernel.py: {failure}")
         self.lap("stages")
         values |= stage_values(stages, self.options.quick)
-        if values["correctness"] != "PASS" or not timed:
+        if values["correctness"] != "PASS":
             return values
         try:
-            return values | self._timed(bench, workers, timed)
+            return values | (self._timed(bench, workers, timed) if timed else self._ended(bench, workers, []))
         except WorkerFailure as failure:
             if failure.worker is not workers["candidate"]:
                 name = next((n for n, worker in workers.items() if worker is failure.worker), "another")
@@ -241,13 +241,19 @@ class _Session:
         main = next((t for t in timings if t.case.name == self.spec.primary and not self.target), timings[0])
         self.lap("timing")
         extra = self._looked_into(bench, workers["candidate"], main.case)
+        if refused := self._ended(bench, workers, timings):
+            return refused
+        self.lap("audit")
+        rows = [size_values(bench, timing, device, calibration) for timing in timings]
+        return rows[timings.index(main)] | {"sizes": rows, "laps": self.laps} | extra
+
+    def _ended(self, bench: Bench, workers, timings: list[Timing]) -> dict[str, Any]:
+        """End the candidate's process. Why the run does not count, if it does not."""
         if fault := foul_play(bench, timings, workers, self.limits):
             return {"correctness": "FAIL", "reason": fault}
         if integrity.digest() != self.digest:
             return {"correctness": "FAIL", "reason": "files of the harness changed while kernel.py ran: see git status"}
-        self.lap("audit")
-        rows = [size_values(bench, timing, device, calibration) for timing in timings]
-        return rows[timings.index(main)] | {"sizes": rows, "laps": self.laps} | extra
+        return {}
 
     def _looked_into(self, bench: Bench, worker: Worker, case: Case) -> dict[str, Any]:
         """What the kernel is made of: resources, library calls, and a profile if one was asked for."""

@@ -265,9 +265,8 @@ def load(self, request: dict):
     if "model" in request:  # made by the judge: plain data and tensors
         self.model = self.torch.load(request["model"], map_location="cpu", weights_only=True)
         build = partial(sibling("modelcall").build, package=self.model, device=self.device)
-        init = self.model["init"]
-        if init is None:  # the problem's constructor takes more than plain data
-            init = by_path("problem", Path(request["problem"])).get_init_inputs()
+        if self.model["init"] is None:  # the problem's constructor takes more than plain data
+            self.model["init"] = by_path("problem", Path(request["problem"])).get_init_inputs()
     if "compile" in request:
         self.function, self.changed = baseline(self, request), list
     else:
@@ -282,7 +281,7 @@ def load(self, request: dict):
         if not callable(self.function):
             raise AttributeError(f"kernel.py defines no {name}")
         if self.model:
-            (self.function,) = yield from outside(self, step(self, build, self.function, init))
+            (self.function,) = yield from outside(self, step(self, build, self.function))
     (signature,) = yield from outside(self, step(self, inspect.signature, self.function))
     taken = signature.parameters.items()
     parameters = {n: p.default is p.empty for n, p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -304,9 +303,8 @@ def import_kernel(self, path: Path):
 def baseline(self, request: dict):
     sys.path.append(str(ROOT))  # last: nothing in the repository stands in for a library
     if self.model:
-        module, compiled = by_path("problem", Path(request["problem"])), "default" if request["compile"] else ""
-        init = self.model["init"] or module.get_init_inputs()
-        return sibling("modelcall").build(module.Model, init, self.model, self.device, compiled)
+        cls, mode = by_path("problem", Path(request["problem"])).Model, "default" if request["compile"] else ""
+        return sibling("modelcall").build(cls, self.model, self.device, mode)
     from autokernel import ops
 
     function = ops.get(request["op"]).baseline

@@ -82,7 +82,7 @@ def info(problem: kb.Problem) -> str:
     from autokernel.footprint import footprint  # PyTorch takes a second
 
     found = footprint(problem.code)
-    known = found if found.complete else None
+    known = found.seen == "all"
     facts = {
         **problem.facts,
         "inputs_mib": f"{found.inputs / 2**20:.1f}",

@@ -213,7 +213,8 @@ def test_kill_9_of_making_and_removing(run):
 def test_two_workers_record_at_once_and_are_killed(run):
     """Two agents on one ledger; their commands are killed and given again: every row once, nothing mixed."""
     places = {name: made(run, name) for name in ("a", "b")}
-    places["a"].run("next"), places["b"].run("next")
+    asked = [place.start("orchestrate.py", "next") for place in places.values()]  # at once: each gets its own target
+    assert {said.communicate(timeout=100)[0].split(":")[0] for said in asked} == {"NEXT 1_rmsnorm", "NEXT 2_rmsnorm"}
     expected: dict[str, list[tuple[str, str]]] = {"a": [], "b": []}
     kills: list[int] = []
     failures: list[BaseException] = []

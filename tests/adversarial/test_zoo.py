@@ -63,11 +63,11 @@ def test_malformed_times_are_refused(value):
     out = {"type": "torch.Tensor", "dtype": "float16", "layout": "torch.strided", "device": "cpu", "shape": [1],
            "attributes": [], "aliases_input": False, "aliases_previous": False, "requires_grad": False}  # fmt: skip
     reply = {"before_s": 0.0, "flush_s": 0.0, "device_s": 1e-3, "after_s": 0.0, "host_s": 1e-3}
-    reply |= {"late": False, "peak_bytes": 0, "left": [], "out": out}
+    reply |= {"late": False, "peak_bytes": 0, "left": [], "outs": [out]}
     assert worker.malformed(reply) == ""
     assert worker.malformed(reply | {"device_s": value})
     assert worker.malformed(reply | {"left": None})
-    assert worker.malformed(reply | {"out": out | {"shape": "1"}})
+    assert worker.malformed(reply | {"outs": [out | {"shape": "1"}]})
 
 
 # ---- review and vendor libraries -------------------------------------------------------------------------------------
