@@ -87,7 +87,8 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
     try:
         with report.progress() as progress:
             options = ProblemOptions(**{name: getattr(args, name) for name in names})
-            record = judge_problem(problem, options, children, progress, harness)
+            say = lambda text: print(f"bench_kb.py: {text}", file=sys.stderr, flush=True)  # noqa: E731
+            record = judge_problem(problem, options, children, progress, harness, say)
     except (UsageError, GpuBusy, HarnessFailure, GpuTableError) as error:
         print(f"bench_kb.py: {error}", file=sys.stderr)
         return 2
