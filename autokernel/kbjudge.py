@@ -182,8 +182,9 @@ def problem_spec(name: str, reference: Reference, inputs: dict, outputs: tuple, 
     size = {"inputs": {n: described(n, t) for n, t in inputs.items()},
             "outputs": tuple(described(f"out{i}", t) for i, t in enumerate(outputs))}  # fmt: skip
     depth = max(1.0, flops / (2 * max(1, sum(t.numel() for t in outputs))))
+    call: Any = reference.call
     return ProblemSpec(
-        name, {n: Arg(()) for n in inputs}, reference.call, reference.call, "Model", {"problem": size}, {}, {}, {},
+        name, {n: Arg(()) for n in inputs}, call, call, "Model", {"problem": size}, {}, {}, {},
         lambda size, scalars: flops, (), lambda rng, on_gpu: {}, lambda size: depth, timed=("problem",),
         primary="problem", least_flops=False,
     )  # fmt: skip
@@ -220,7 +221,7 @@ class ProblemBench(Bench):
         """Call the reference, and learn what copies of it must be allowed. Returns inputs and outputs."""
         reference, inputs, seed = self.reference, self.reference.draw(), 1
         given, anew = ({n: t.clone() for n, t in inputs.items()} for _ in range(2))
-        outs, again = reference(given, seed), ()
+        outs = reference(given, seed)
         if not outs or not all(isinstance(o, torch.Tensor) for o in outs):
             raise TypeError("it returns something else than tensors")
         kept = tuple(o.clone() for o in outs)
@@ -269,7 +270,7 @@ class ProblemBench(Bench):
     def judged(self, case: Case, layout: Layout, private: torch.Tensor, *outs: torch.Tensor) -> Comparison:
         """KernelBench's check against the reference; where that fails, against its float64 form, as PyTorch itself may
         have computed in TF32. A weak problem's outputs must also be right at their own scale."""
-        tensors, seed = layout.views(private), self.seed_of(private)
+        tensors, seed = layout.views(private), self.seed_of(private) or 0
         given = {n: t.clone() for n, t in tensors.items()} if self.mutating else tensors
         ref = self.reference(given, seed)
         by_scale = any("itself" not in fake for fake in self.weak)
@@ -389,7 +390,7 @@ class ProblemSession(_Session):
     def run(self, launcher: Launcher) -> dict[str, Any]:
         values = super().run(launcher)
         bench = self.opened
-        known = {"atol": bench.atol, "rtol": bench.rtol, "n_trials": self.options.n_trials}
+        known: dict[str, Any] = {"atol": bench.atol, "rtol": bench.rtol, "n_trials": self.options.n_trials}
         known["weak_problem"] = f"yes ({', '.join(bench.weak)} would pass)" if bench.weak else "no"
         if values["correctness"] == "PASS":
             known["official_check"] = "PASS" if bench.official else "FAIL (right by float64; PyTorch itself is not)"
@@ -411,10 +412,10 @@ def judge_problem(
     say: hears beforehand how long a long run on a CPU takes.
     Raises UsageError for a problem too large for the device, HarnessFailure when its own Model fails.
     """
-    if options.shrink:
-        problem = replace(problem, code=shrunk_code(problem.code, options.precision))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
+        if options.shrink:
+            problem = replace(problem, code=shrunk_code(problem.code, options.precision))
         found = known_footprint(problem.code, options.precision)
     except Exception as error:  # noqa: BLE001 - anybody's code
         raise HarnessFailure(f"problem {problem.key}: {type(error).__name__}: {_line(error)}") from None
@@ -438,10 +439,13 @@ def judge_problem(
 
 def hint(options: ProblemOptions, device: torch.device) -> str:
     """What would make a problem fit."""
-    less = [name for name, on in {"--compile-baseline": options.compile_baseline, "--best": options.best}.items() if on]
+    if device.type == "cpu":
+        return "; --shrink makes the problem small"
+    asked = {"--compile-baseline": options.compile_baseline, "the best": options.best}
+    less = [name for name, on in asked.items() if on]
     if less:
         return f"; try without {' and '.join(less)}"
-    return "; try --correctness-only" if not options.correctness_only else "; --shrink makes its sizes small"
+    return "; try --correctness-only" * (not options.correctness_only)
 
 
 def fast(values: dict[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def fetch_hub(revision: str = "") -> dict[str, int]:
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise ProblemError(f"{error.name} is missing: uv sync --extra kernelbench; or use {SOURCES}") from None
-    http = HfHubHTTPError.__mro__[1]  # the HTTP library's own error: which one depends on the release
+    http: Any = HfHubHTTPError.__mro__[1]  # the HTTP library's own error: which one depends on the release
     try:
         commit = str(HfApi().dataset_info(HUB, revision=revision or "main").sha)
         splits = load_dataset(HUB, revision=commit)

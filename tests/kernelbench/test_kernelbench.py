@@ -41,7 +41,8 @@ def judged(tmp_path):
     def run(what: kb.Problem, source: str | None = None, **options):
         path = tmp_path / "kernel.py"
         path.write_text(kb.starter(what.code, what.key) if source is None else source)
-        options = {"allow_dirty_harness": True, "timeout": 60, "correctness_only": True, **options}
+        defaults = {"device": "cpu", "allow_dirty_harness": True, "timeout": 60, "correctness_only": True}
+        options = defaults | options
         with launcher() as children:
             return judge_problem(what, ProblemOptions(path, **options), children).values
 
@@ -202,8 +203,37 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheat_is_refused(name, judged):
     values = judged(named("matmul"), CHEATS[name])
-    assert values["correctness"] in ("FAIL", "CRASH"), "accepted"
+    assert values["correctness"] in ("FAIL", "CRASH")
     assert values["reason"]
+
+
+SIDE_STREAM = MATMUL.format("self.elsewhere(A, B)") + """
+    def elsewhere(self, A, B):
+        self.stream = getattr(self, "stream", None) or torch.cuda.Stream()
+        out = torch.empty(A.shape[0], B.shape[1], device=A.device)
+        with torch.cuda.stream(self.stream):
+            torch.mm(A, B, out=out)
+        return out
+"""
+ON_GPU = {"side_stream": SIDE_STREAM, **{n: CHEATS[n].replace("B.shape[1])", "B.shape[1], device='cuda')")
+                                         for n in ("uninitialised_memory", "inputs_zeroed")}}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_cheat_is_refused_on_a_gpu(name, judged):
+    """The three of KernelBench's own unit tests, at its size."""
+    large = named("matmul").code.replace("67, 129, 35", "4096, 4096, 4096")
+    values = judged(kb.Problem("custom", 9, "large", large), ON_GPU[name], device="cuda", correctness_only=False)
+    assert values["correctness"] == "FAIL", values["reason"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PROBLEMS, ids=[p.stem for p in PROBLEMS])
+def test_starter_passes_on_a_gpu(path, judged):
+    values = judged(problem(path), device="cuda", correctness_only=False)
+    assert values["correctness"] == "PASS", values["reason"]
+    assert 0.8 < values["speedup_vs_pytorch"] < 1.25
 
 
 WEAK = """
