@@ -406,10 +406,11 @@ def processes(options: ProblemOptions) -> int:
 def judge_problem(
     problem: Problem, options: ProblemOptions, launcher: Launcher, progress: Callable[[str], None] = lambda text: None,
     harness: Harness | None = None, say: Callable[[str], None] = lambda text: None,
+    spent: float = 0.0,
 ) -> RunRecord:  # fmt: skip
     """Judge options.kernel on a problem. Returns a record, as `run` does, and writes nothing.
 
-    say: hears beforehand how long a long run on a CPU takes.
+    say: hears beforehand how long a long run on a CPU takes. spent: seconds that the caller has waited already.
     Raises UsageError for a problem too large for the device, HarnessFailure when its own Model fails.
     """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -432,7 +433,7 @@ def judge_problem(
     def session(source: Any, best: Any, device: torch.device, digest: str) -> ProblemSession:
         return ProblemSession(problem, found, source, best, device, options, None, progress, digest)
 
-    record = recorded(options, launcher, harness, values, KERNEL_TYPE, session)
+    record = recorded(options, launcher, harness, values, KERNEL_TYPE, session, spent)
     record.values |= fast(record.values)
     return record
 
