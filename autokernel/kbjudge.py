@@ -419,7 +419,8 @@ def judge_problem(
             problem = replace(problem, code=shrunk_code(problem.code, options.precision))
         found = known_footprint(problem.code, options.precision)
     except Exception as error:  # noqa: BLE001 - anybody's code
-        raise HarnessFailure(f"problem {problem.key}: {type(error).__name__}: {_line(error)}") from None
+        remedy = "; try: uv sync --extra kernelbench --extra models" * isinstance(error, ModuleNotFoundError)
+        raise HarnessFailure(f"problem {problem.key}: {type(error).__name__}: {_line(error)}{remedy}") from None
     if fault := memory_fault(found, processes(options), device):
         raise UsageError(f"{problem.key}: {fault}{hint(options, device)}")
     calls = 2 * (options.n_trials + 6) + (not options.correctness_only) * 6 * processes(options)
