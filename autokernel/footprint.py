@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
+import json
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,11 +25,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autokernel.kernelbench import GIVEN
 from autokernel.modelcall import flat, named, rebuilt, tensors_of
+from autokernel.paths import atomic_write, cache_dir
 from autokernel.spec import DTYPES
 
 CONTEXT_BYTES = 600 << 20  # what a process on the GPU takes before its first tensor, and the buffer that flushes L2
 CPU_FLOPS_PER_S, CPU_BYTES_PER_S = 2e10, 4e9  # a few cores; good for "seconds, minutes or hours"
-LONGEST_LOOK_S = 3.0
 SMALL_FLOPS, SMALL_BYTES = 2e8, 4e7  # where halving stops: well under a second on a CPU
 
 
@@ -61,11 +63,12 @@ class Footprint:
         return self.flops / CPU_FLOPS_PER_S + (self.inputs + self.parameters + 2 * self.working) / CPU_BYTES_PER_S
 
 
-def footprint(code: str, precision: str = "fp32") -> Footprint:
-    """Run a problem on the meta device. Raises whatever loading its module raises."""
+def footprint(code: str, precision: str = "fp32", look_s: float = 3.0) -> Footprint:
+    """Run a problem on the meta device, for `look_s` seconds at most. Raises whatever loading its module raises."""
     module = ModuleType("kernelbench_problem")
     exec(compile(code, "problem.py", "exec"), vars(module))
     dtype = DTYPES[precision]
+    torch.empty(1, device="meta").relu()  # imports for a second what the meta device takes, before the time counts
 
     def there(t: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(t, device="meta", dtype=dtype if t.is_floating_point() else t.dtype)
@@ -74,10 +77,10 @@ def footprint(code: str, precision: str = "fp32") -> Footprint:
     tensors = {n: there(t) for n, t in tensors.items()}
     init = list(getattr(module, "get_init_inputs", list)())
     model, outs, seen = torch.nn.Module(), (), "none"
-    peak, counter = _Peak(tensors.values()), FlopCounterMode(display=False)
+    peak, counter = _Peak(), FlopCounterMode(display=False)
     with contextlib.suppress(Exception), torch.no_grad():  # anybody's code, which may look at values
         model = _on_meta(lambda: module.Model(*init)).to(device="meta", dtype=dtype)
-        peak = _Peak([*tensors.values(), *tensors_of(model).values()])
+        peak = _Peak([*tensors.values(), *tensors_of(model).values()], look_s)
         try:
             with peak, counter:
                 outs = flat(model(*rebuilt(template, tensors)))
@@ -102,6 +105,17 @@ def _nbytes(tensors: Any) -> int:
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
+def known_footprint(code: str, precision: str) -> Footprint:
+    """`footprint`, remembered in the cache: finding it costs more than many a problem."""
+    key = hashlib.sha256(f"{torch.__version__} {precision}\n{code}".encode()).hexdigest()
+    path = cache_dir() / "kernelbench" / "footprints" / f"{key[:32]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Footprint(**json.loads(path.read_text()))
+    found = footprint(code, precision)
+    atomic_write(path, json.dumps(asdict(found)).encode())
+    return found
+
+
 class _EnoughSeen(BaseException):
     """Time is up."""
 
@@ -109,11 +123,11 @@ class _EnoughSeen(BaseException):
 class _Peak(TorchDispatchMode):
     """The most bytes of storage that lived at once, those of `held` not counted. Raises _EnoughSeen after a while."""
 
-    def __init__(self, held: Any):
+    def __init__(self, held: Any = (), look_s: float = 0.0):
         super().__init__()
         self.living = {t.untyped_storage()._cdata: 1 for t in held}
         self.now = self.most = 0
-        self.until = time.monotonic() + LONGEST_LOOK_S
+        self.until = time.monotonic() + look_s
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if time.monotonic() > self.until:
@@ -163,7 +177,7 @@ def shrunk_code(code: str, precision: str = "fp32") -> str:
     """The problem's source at sizes that a CPU runs well under a second, or as near as halving gets."""
 
     def weight(text: str) -> float:
-        found = footprint(text, precision)
+        found = footprint(text, precision, look_s=0.5)
         size = found.inputs + found.parameters + found.working
         longer = {"all": 0.0, "some": 1e3 * (1 + found.inputs / SMALL_BYTES), "none": float("inf")}
         return found.flops / SMALL_FLOPS + size / SMALL_BYTES + longer[found.seen]

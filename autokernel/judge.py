@@ -55,7 +55,7 @@ class Stage:
 class Bench:
     """A device, and everything drawn and measured on it. One per run; kernels come and go as Workers."""
 
-    stages = STAGES
+    stages: tuple[str, ...] = STAGES
     seeded = False  # whether calls draw random numbers of their own
     aliasing = mutating = False  # whether the reference returns an input, or keeps its output; overwrites an input
     repetitions: tuple[int, int] | None = None  # fewest and most timed calls, where not timing.py's

@@ -15,7 +15,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2}  # KernelBench's: absolut
 FAST = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)  # fast_p: right, and more than p times as fast as PyTorch
 FETCH = "uv run kernelbench/bridge.py fetch"
 SETUP = "uv run kernelbench/bridge.py setup --level {} --problem {}"
-SOURCES = f"{FETCH} --repo FOLDER (a clone of github.com/{HUB}) or {FETCH} --file PROBLEM.py"
+SOURCES = f"{FETCH} --repo CLONE (of github.com/{HUB}) or --file PROBLEM.py"
 HISTORY = ("started", "correctness", "latency_us", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile",
            "speedup_vs_best", "precision", "weak_problem", "best", "source_sha256", "run_id", "reason")  # fmt: skip
 GIVEN = ("get_inputs", "get_init_inputs")  # the judge's, never the kernel's
@@ -88,16 +87,17 @@ def fetch_hub(revision: str = "") -> dict[str, int]:
     try:
         from datasets import load_dataset
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
     except ImportError as error:
         raise ProblemError(f"{error.name} is missing: uv sync --extra kernelbench; or use {SOURCES}") from None
-    http = (sys.modules["httpx"].HTTPError,) if "httpx" in sys.modules else ()
+    http: Any = HfHubHTTPError.__mro__[1]  # the HTTP library's own error: which one depends on the release
     try:
         commit = str(HfApi().dataset_info(HUB, revision=revision or "main").sha)
         splits = load_dataset(HUB, revision=commit)
         levels = {split.rpartition("_")[2]: [dict(row) for row in rows] for split, rows in splits.items()}
-    except (OSError, ValueError, RuntimeError, *http) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, http) as error:
         text = " ".join(str(error).split())[:120] or type(error).__name__
-        raise ProblemError(f"the Hugging Face Hub gave no dataset {HUB} ({text}); other sources: {SOURCES}") from None
+        raise ProblemError(f"nothing from the Hugging Face Hub ({text}); other sources: {SOURCES}") from None
     found = {}
     for level, rows in levels.items():
         files = {f"{row['problem_id']}_{_bare(row['name'])}.py": row["code"] for row in rows}
@@ -129,7 +129,7 @@ def fetch_file(path: Path) -> Problem:
         code = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"{path}: {error}; give --file a KernelBench problem (a Python file)") from None
-    starter(code, "custom")  # so a file that is no problem is refused now
+    starter(code, str(path))  # so a file that is no problem is refused now
     known = list_problems("custom") if (store() / "custom").is_dir() else []
     if same := next((p for p in known if p.code == code), None):
         return same
@@ -175,7 +175,7 @@ def list_problems(level: str) -> list[Problem]:
     origin = " @ ".join(v for v in (_source(level).get("source"), _source(level).get("revision")) if v)
     paths = {int(p.name.split("_")[0]): p for p in (store() / level).glob("[0-9]*.py")}
     if not paths:
-        raise ProblemError(f"level {level} was not fetched yet: {FETCH}, {SOURCES}")
+        raise ProblemError(f"level {level} was not fetched yet: {FETCH}; other sources: {SOURCES}")
     return [Problem(level, n, _bare(paths[n].name), paths[n].read_text(), origin) for n in sorted(paths)]
 
 

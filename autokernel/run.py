@@ -90,8 +90,10 @@ def run(
     return recorded(options, launcher, harness, values, target.spec.name if target else None, session, spent)
 
 
-def recorded(options: Options, launcher: Launcher, harness, values: dict[str, Any], kind: str | None, open_session,
-             spent: float = 0.0) -> RunRecord:  # fmt: skip
+def recorded(
+    options: Options, launcher: Launcher, harness: integrity.Harness | None, values: dict[str, Any], kind: str | None,
+    open_session: Callable[..., Any], spent: float = 0.0,
+) -> RunRecord:  # fmt: skip
     """The record of one kernel file, judged by what `open_session(source, best, device, digest)` returns.
 
     kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`.

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import math
+import os
 import random
 import re
 import secrets
@@ -114,9 +115,11 @@ class Worker:
     def _environment(self) -> dict[str, str]:
         """Where compilers keep what they made: apart for each source, so that no kernel finds another's files."""
         places = {"TRITON_CACHE_DIR": self.cache / "triton", "TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor"}
-        places["AUTOKERNEL_CACHE"] = self.cache
+        places |= {"AUTOKERNEL_CACHE": self.cache, "TORCH_EXTENSIONS_DIR": self.cache / "extensions"}
+        # models that the user has are found where they are: HOME is another, and there is no network
+        places["HF_HOME"] = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
         # torch.compile in a kernel compiles without a pool of processes that would outlive the call
-        fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if self.device.type == "cpu":
             fixed["TRITON_INTERPRET"] = "1"
         return {k: str(v) for k, v in places.items()} | fixed

@@ -28,14 +28,15 @@ import shutil  # noqa: E402
 for compiled in Path(sys.path[-1]).glob("autokernel/**/__pycache__"):  # compiled code is not what a reader sees
     shutil.rmtree(compiled, ignore_errors=True)
 
+from autokernel.cli import Parser  # noqa: E402
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.kernelbench import LEVELS, ProblemError, active_problem, load_problem, note, planned  # noqa: E402
 from autokernel.paths import repo_root, workspace  # noqa: E402
-from autokernel.process import launcher, wanted  # noqa: E402
+from autokernel.process import age, launcher, wanted  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
     p.add_argument("--level", choices=LEVELS, help="with --problem: another problem than the active one")
     p.add_argument("--problem", type=int, metavar="N", help="number of the problem in its level")
@@ -87,7 +88,8 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
     try:
         with report.progress() as progress:
             options = ProblemOptions(**{name: getattr(args, name) for name in names})
-            record = judge_problem(problem, options, children, progress, harness)
+            say = lambda text: print(f"bench_kb.py: {text}", file=sys.stderr, flush=True)  # noqa: E731
+            record = judge_problem(problem, options, children, progress, harness, say, age())
     except (UsageError, GpuBusy, HarnessFailure, GpuTableError) as error:
         print(f"bench_kb.py: {error}", file=sys.stderr)
         return 2

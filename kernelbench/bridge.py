@@ -20,10 +20,11 @@ sys.path.append(sys.path.pop(0))  # the repository last: no file in it stands in
 import argparse  # noqa: E402
 
 from autokernel import kernelbench as kb  # noqa: E402
+from autokernel.cli import Parser  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="bring problems into the cache")
     source = fetch.add_mutually_exclusive_group()

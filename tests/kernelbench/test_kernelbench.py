@@ -41,7 +41,8 @@ def judged(tmp_path):
     def run(what: kb.Problem, source: str | None = None, **options):
         path = tmp_path / "kernel.py"
         path.write_text(kb.starter(what.code, what.key) if source is None else source)
-        options = {"allow_dirty_harness": True, "timeout": 60, "correctness_only": True, **options}
+        defaults = {"device": "cpu", "allow_dirty_harness": True, "timeout": 60, "correctness_only": True}
+        options = defaults | options
         with launcher() as children:
             return judge_problem(what, ProblemOptions(path, **options), children).values
 
@@ -53,7 +54,7 @@ def test_starter_passes(path, judged):
     values = judged(problem(path), n_trials=3)
     assert values["correctness"] == "PASS", values["reason"]
     assert values["official_check"] == "PASS" and values["deterministic"] is True
-    assert values["weak_problem"].startswith("yes") == ("softmax" in path.stem and "wide" in path.stem), values
+    assert values["weak_problem"].startswith("yes") == (path.stem[:2] in ("03", "35")), values["weak_problem"]
 
 
 # ---- what a kernel may be --------------------------------------------------------------------------------------------
@@ -202,8 +203,37 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheat_is_refused(name, judged):
     values = judged(named("matmul"), CHEATS[name])
-    assert values["correctness"] in ("FAIL", "CRASH"), "accepted"
+    assert values["correctness"] in ("FAIL", "CRASH")
     assert values["reason"]
+
+
+SIDE_STREAM = MATMUL.format("self.elsewhere(A, B)") + """
+    def elsewhere(self, A, B):
+        self.stream = getattr(self, "stream", None) or torch.cuda.Stream()
+        out = torch.empty(A.shape[0], B.shape[1], device=A.device)
+        with torch.cuda.stream(self.stream):
+            torch.mm(A, B, out=out)
+        return out
+"""
+ON_GPU = {"side_stream": SIDE_STREAM, **{n: CHEATS[n].replace("B.shape[1])", "B.shape[1], device='cuda')")
+                                         for n in ("uninitialised_memory", "inputs_zeroed")}}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_cheat_is_refused_on_a_gpu(name, judged):
+    """The three of KernelBench's own unit tests, at its size."""
+    large = named("matmul").code.replace("67, 129, 35", "4096, 4096, 4096")
+    values = judged(kb.Problem("custom", 9, "large", large), ON_GPU[name], device="cuda", correctness_only=False)
+    assert values["correctness"] == "FAIL", values["reason"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PROBLEMS, ids=[p.stem for p in PROBLEMS])
+def test_starter_passes_on_a_gpu(path, judged):
+    values = judged(problem(path), device="cuda", correctness_only=False)
+    assert values["correctness"] == "PASS", values["reason"]
+    assert 0.8 < values["speedup_vs_pytorch"] < 1.25
 
 
 WEAK = """
@@ -221,6 +251,11 @@ class ModelNew(torch.nn.Module):
 def test_weak_problem_is_checked_by_scale(answer, judged):
     values = judged(named("wide_softmax"), WEAK.format(answer))
     assert values["correctness"] == "FAIL" and values["weak_problem"].startswith("yes (zeros"), values["reason"]
+
+
+def test_a_copy_of_the_input_does_not_do(judged):
+    values = judged(named("relu_of_positive"), WEAK.format("x.clone()"), n_trials=12)
+    assert values["correctness"] == "FAIL" and "input 0 itself" in values["weak_problem"]
 
 
 def test_dropout_left_out_and_state_forgotten(judged):
