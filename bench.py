@@ -7,6 +7,7 @@ status 0 only on PASS, 1 on any other verdict, 2 when nothing could be judged (b
     uv run bench.py                                   # kernel.py at the operator's main sizes
     uv run bench.py --kernel kernels/softmax.py --sizes all
     uv run bench.py --quick                           # smoke test, determinism, timing: never keepable
+    uv run bench.py --sweep "BLOCK_M=64,128 num_stages=2..5"     # other values of CONFIG; the best one is put in place
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is n
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
 from autokernel.process import launcher, wanted  # noqa: E402
+from autokernel.scale import ScaleError, gpu_ids  # noqa: E402
+from autokernel.space import SpaceError, ahead_of_sweep  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,6 +48,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--allow-tf32", action="store_true", help="let float32 products use TF32, for both sides")
     p.add_argument("--timeout", type=float, default=60, metavar="S", help="seconds for one call, compiling included")
     p.add_argument("--allow-dirty-harness", action="store_true", help="judge with changed frozen files; never keepable")
+    many = p.add_argument_group("many variants at once (docs/scale.md)")
+    which = many.add_mutually_exclusive_group()
+    which.add_argument("--sweep", nargs="+", default=[], metavar="RANGES", help="other CONFIG values: NAME=1,2,4 "
+                       "NAME=2..5 ..., or auto (SWEEP in kernel.py), or FILE.json")  # fmt: skip
+    which.add_argument("--candidates", type=Path, metavar="DIR", help="the kernel files of a folder instead")
+    many.add_argument("--max-variants", type=int, default=256, metavar="N", help="a larger grid is searched")
+    many.add_argument("--minutes", type=float, metavar="M", help="time for the variants, without the judge")
+    many.add_argument("--gpus", default="", metavar="LIST", help="0,1 or all: one process per GPU, for these two")
+    many.add_argument("--cluster", default="", metavar="ADDRESS", help="the same on a Ray cluster (extra: cluster)")
     p.add_argument("--json", action="store_true", help="print the record as JSON instead of the block")
     p.add_argument("--traceback", action="store_true", help="show the kernel's traceback after a crash")
     return p
@@ -55,11 +67,26 @@ def main() -> int:
     args.best = args.best or best_kernel(args.kernel)
     try:
         harness = required(args.allow_dirty_harness)
-    except HarnessChanged as error:
+        ahead = 0 if args.calibrate else children_wanted(args)
+    except (HarnessChanged, ScaleError, SpaceError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    with launcher(ahead=0 if args.calibrate else wanted(args.kernel, bool(args.best))) as children:
+    with launcher(ahead) as children:
         return judge(args, children, harness)
+
+
+def children_wanted(args: argparse.Namespace) -> int:
+    """How many child processes to start now, and on which GPU. Raises ScaleError, SpaceError for bad options."""
+    args.sweep, many = " ".join(args.sweep), bool(args.sweep or args.candidates)
+    args.gpus = gpu_ids(args.gpus) if args.gpus else []
+    if not many and (len(args.gpus) > 1 or args.cluster):
+        raise ScaleError("several GPUs need several kernels: add --sweep RANGES or --candidates DIR")
+    if args.gpus:  # the judge of the winner, too, runs on the first of them
+        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus[0]
+    if many:
+        away = len(args.gpus) > 1 or args.cluster
+        return 0 if away else ahead_of_sweep(args.kernel, args.sweep, args.candidates, args.max_variants)
+    return wanted(args.kernel, bool(args.best))
 
 
 def judge(args: argparse.Namespace, children, harness) -> int:
@@ -73,22 +100,38 @@ def judge(args: argparse.Namespace, children, harness) -> int:
 
     names = ("kernel", "sizes", "quick", "compile_baseline", "allow_tf32", "profile", "ncu", "best", "dtype",
              "timeout", "allow_dirty_harness")  # fmt: skip
+    options = Options(**{name: getattr(args, name) for name in names})
     try:
         if args.calibrate:
             print(report.calibration(calibrate()))
             return 0
         (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
-            record = run(Options(**{name: getattr(args, name) for name in names}), children, progress, harness)
-        record.write()
-    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
+            if args.sweep or args.candidates:
+                record, shown = sweep(args, options, children, progress, harness)
+            else:
+                record = run(options, children, progress, harness)
+                record.write()
+                shown = report.block(record.values)
+    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError, ScaleError,
+            SpaceError) as error:  # fmt: skip
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(record.values, indent=1) if args.json else report.block(record.values))
+    print(json.dumps(record.values, indent=1) if args.json else shown)
     compiler = any(kind in str(record.values["reason"]) for kind in COMPILE_ERRORS)
     if (args.traceback or compiler) and record.values.get("traceback"):
         print(record.values["traceback"], file=sys.stderr)
     return 0 if record.values["correctness"] == "PASS" else 1
+
+
+def sweep(args: argparse.Namespace, options, children, progress, harness):
+    """(the winner's record, what to print)."""
+    from autokernel import landscape, sweep
+
+    where = tuple(args.gpus), args.cluster
+    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes, *where)
+    record, found = sweep.sweep(options, request, children, progress, harness)
+    return record, landscape.block(record, found)
 
 
 if __name__ == "__main__":

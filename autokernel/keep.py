@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from autokernel import integrity
-from autokernel.gitkeep import Repo
+from autokernel.gitkeep import GitError, Repo
 from autokernel.night import (
     KEPT,
     Night,
@@ -61,6 +62,33 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
                 raise NightError(f"{remarks[0]}, and kernel.py was not measured since: run uv run bench.py first")
         sync(ledger, repo, night)
         return done, night, remarks
+
+
+def record_sweep(run: RunRecord, source: bytes, message: str, why_not: str, files: dict[str, bytes],
+                 in_run: bool) -> Row:  # fmt: skip
+    """The one row of a sweep, with its files. why_not: why its winner is not in kernel.py; "" if it is.
+
+    In a run, a winner that is in kernel.py is kept as any kernel is. Outside of one there is nobody to decide: the row
+    says what came out. kernel.py is not touched. Raises RecordError.
+    """
+    try:
+        if not in_run:
+            raise NightError("not the run's kernel.py")
+        with opened() as (ledger, repo, night):
+            work = _measured(run, source, night)
+            best = _source_of(ledger, repo, work.best) if work.best else None
+            row, _ = _judged(run, source, work, best, night, message, False)
+            if row.decision in KEPT and kernel_bytes() != source:
+                row = replace(row, decision="revert", reason=why_not)
+            if row.decision in KEPT:
+                row, _ = _committed(row, repo, source, len(ledger.rows()) + 1)
+            row = ledger.append(row, source, run.values, files)
+            if row.decision in KEPT:
+                sync(ledger, repo, Night.read(ledger, night.tag))
+            return row
+    except (GitError, NightError):
+        reason = why_not or f"{run.values['sweep']['gain_pct']:+.2f} % over the CONFIG before; written back"
+        return Ledger().append(run.row(description=message, reason=reason), source, run.values, files)
 
 
 def _measured(run: RunRecord, source: bytes, night: Night) -> Work:

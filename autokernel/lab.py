@@ -1,0 +1,316 @@
+"""Many variants of a kernel on one device: compiled and screened side by side, then timed one at a time.
+
+A variant is loaded once, into a confined child (a seat) that holds several of one file and lives on; a failure costs
+its variant, and its seat, which a fresh one replaces. The screen is a call on fresh inputs against float64. Times come
+from the judge's own paired calls; the anchor is PyTorch's operator in its own child, so that drift cancels between
+variants, rounds and GPUs. Successive halving: every right variant gets a few pairs, the best of them more (Jamieson and
+Talwalkar 2016, arXiv:1502.07943). Nothing here is a verdict: the winner goes through the whole judge alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from autokernel import gpu, ops
+from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, ask_once, value_fault
+from autokernel.paths import cache_dir
+from autokernel.process import Launcher, cores, kernel_cache, launcher
+from autokernel.run import HarnessFailure, gpu_lock
+from autokernel.scale import at_end
+from autokernel.spec import Case
+from autokernel.timing import Timing, below_floor, more_pairs
+from autokernel.worker import COMPILE_ERRORS, Worker, WorkerFailure
+
+# timed: right and timed; right: right, there is no GPU to time it; compiled: CUDA C++ without a GPU; the rest failed
+STATUSES = ("timed", "right", "compiled", "wrong", "compile_error", "out_of_resources", "crash", "timeout",
+            "impossible", "not_run")  # fmt: skip
+RUNGS = ((5, 1.0), (10, 1 / 3))  # pairs added, and for which share of the right variants
+FINAL = ((25, 1.0),)
+FEWEST = 4  # variants that a rung keeps at least
+REFUSALS = ("OutOfResources", *COMPILE_ERRORS, "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct")
+CHILD_BYTES = 1 << 30  # a child's context and its own tensors on the GPU, beside the arena
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel text. family: what its compile cache goes by, and its seats: the variants of one file share them."""
+
+    number: int
+    name: str
+    data: bytes
+    backend: str
+    family: bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """Variants to find out about, on which cases. seconds: deadline of one call; left: of the whole job, if any."""
+
+    op: str
+    cases: tuple[Case, ...]
+    variants: tuple[Variant, ...]
+    timed: bool
+    rungs: tuple[tuple[int, float], ...] = RUNGS
+    seconds: float = 60.0
+    left: float | None = None
+    allow_tf32: bool = False
+    cores: int = 0
+
+
+@dataclass
+class Finding:
+    """What was found out about a variant. us: of the first case; speedup over PyTorch: geometric mean of the cases."""
+
+    number: int
+    status: str = "not_run"
+    reason: str = ""
+    speedup: float | None = None
+    spread: float | None = None  # relative half-width of the speedup's 95 % interval
+    us: dict[str, float] = field(default_factory=dict)
+    pairs: int = 0
+    resources: dict[str, int | None] = field(default_factory=dict)
+
+    @property
+    def score(self) -> float:
+        """Smaller is better; infinite for what failed."""
+        return 1 / self.speedup if self.speedup else 1.0 if self.status in ("right", "compiled") else math.inf
+
+
+def evaluate(job: Job) -> list[Finding]:
+    """A job in this process, which keeps its children for the next one: what runs on each GPU of several."""
+    lab = _kept.get("lab")
+    if lab is None:
+        opened = contextlib.ExitStack()
+        lab = _kept["lab"] = Lab(job, opened.enter_context(launcher()))
+        at_end.append(opened.close)
+    return lab.evaluate(job)
+
+
+_kept: dict[str, Lab] = {}
+
+
+def status_of(failure: WorkerFailure) -> str:
+    """One of STATUSES for a call that gave no answer."""
+    text = str(failure)
+    if failure.outcome != "CRASH":
+        return {"TIMEOUT": "timeout"}.get(failure.outcome, "wrong")
+    if failure.kind in ("OutOfResources", "OutOfMemoryError") or "too much shared data" in text or "error 701" in text:
+        return "out_of_resources"
+    return "compile_error" if failure.kind in REFUSALS or "PassManager" in text else "crash"
+
+
+class Seat:
+    """A child that holds variants of one family."""
+
+    def __init__(self, lab: Lab, family: bytes):
+        self.lab, self.family, self.loaded = lab, family, set[int]()
+        self.worker = lab.bench.worker(kernel_cache(family), list(lab.cases))
+        self.opened = False
+
+    def open(self) -> bool:
+        """Wait for the child's start; False if it did not."""
+        if not self.opened:
+            with contextlib.suppress(WorkerFailure):
+                self.worker.share(self.lab.bench.flush_bytes, START_SECONDS)
+                self.opened = True
+        return self.opened
+
+    def use(self, variant: Variant) -> Worker:
+        """The child with `variant` as the kernel that it calls."""
+        path = self.worker.folder / str(variant.number) / "kernel.py"
+        if variant.number in self.loaded:
+            self.worker.ask("use", self.lab.limits.load, path=str(path))
+        else:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(variant.data)
+            self.worker.ask("load", self.lab.limits.load, path=str(path))
+            self.loaded.add(variant.number)
+        return self.worker
+
+
+class Lab:
+    """A device with its seats, its anchor and what was found out so far."""
+
+    def __init__(self, job: Job, children: Launcher, progress: Callable[[str], None] = lambda text: None):
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.bench = Bench(ops.get(job.op), self.device, children, job.allow_tf32)
+        self.cases, self.limits, self.progress = job.cases, Limits(job.seconds, job.seconds), progress
+        self.gpu = gpu.detect() if self.bench.on_gpu else None
+        self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
+        self.most = self._most_seats(job.cores or cores())
+        self.pool = ThreadPoolExecutor(self.most)  # kept: a child ends with the thread that started it
+        self.lock, self.oracle = threading.Lock(), threading.Lock()
+        self.idle: list[Seat] = []
+        self.seats: dict[int, Seat] = {}  # of each variant
+        self.findings: dict[int, Finding] = {}
+        self.timings: dict[int, dict[str, Timing]] = {}
+        self.anchor: Worker | None = None
+        if job.timed:
+            self.anchor = self.bench.worker(cache_dir() / "kernels" / "baseline", list(self.cases))
+            self.anchored = False
+
+    def _most_seats(self, processors: int) -> int:
+        """One a core, as far as the GPU's memory goes: each has an arena, a flush buffer and outputs of its own."""
+        most = max(1, processors - 1)
+        if self.bench.on_gpu:
+            arena = max(self.bench.layout(case).total for case in self.cases)
+            each = 2 * arena + self.bench.flush_bytes + CHILD_BYTES
+            most = max(1, min(most, int(0.6 * torch.cuda.mem_get_info(self.device)[0] / each)))
+        return most
+
+    def evaluate(self, job: Job) -> list[Finding]:
+        """Screen what is new, then time. Raises GpuBusy, HarnessFailure."""
+        end = time.monotonic() + job.left if job.left is not None else math.inf
+        with gpu_lock(self.device):
+            new = [v for v in job.variants if v.number not in self.findings]
+            for done, _ in enumerate(self.pool.map(lambda v: self._screened(v, end), new), 1):
+                self.progress(f"compiling and screening: {done} of {len(new)}")
+            if job.timed:
+                self._timed(job, end)
+                self._microseconds()
+        return [self.findings[v.number] for v in job.variants]
+
+    # ---- screening ---------------------------------------------------------------------------------------------
+
+    def _screened(self, variant: Variant, end: float) -> None:
+        finding = self.findings[variant.number] = Finding(variant.number)
+        if time.monotonic() > end:
+            finding.reason = "the time was up"
+            return
+        seat, clean = self._seat(variant.family), False
+        try:
+            finding.status, finding.reason = self._screen(seat.use(variant), variant)
+            clean = finding.status in ("right", "compiled")
+            finding.resources = seat.worker.resources() if clean else {}
+            self.seats[variant.number] = seat
+        except WorkerFailure as failure:
+            finding.status, finding.reason = status_of(failure), str(failure)
+            clean = failure.kind in REFUSALS  # refused before anything ran: the child is as it was
+            if failure.kind == "CudaCompilerMissing":
+                finding.status = "not_run"
+        except torch.OutOfMemoryError:
+            finding.status, finding.reason = "out_of_resources", OUT_OF_MEMORY
+        self._give_back(seat, clean)
+
+    def _screen(self, worker: Worker, variant: Variant) -> tuple[str, str]:
+        """One call of each case on fresh inputs, compared with float64."""
+        if variant.backend == "cuda" and not self.bench.on_gpu:
+            worker.ask("compile", 10 * self.limits.load)
+            return "compiled", "CUDA C++ needs a GPU to be run"
+        for case in self.cases:
+            private = self.bench.draw(case, self.bench.layout(case))
+            _, fault = ask_once(self.bench, worker, case, private, self.limits)
+            with self.oracle:  # one float64 reference at a time: they are what takes memory
+                fault = fault or value_fault(self.bench, worker, case, private)
+            if fault:
+                return "wrong", f"{case.label}: {fault}"
+        return "right", ""
+
+    def _seat(self, family: bytes) -> Seat:
+        with self.lock:
+            for seat in self.idle:
+                if seat.family == family:
+                    self.idle.remove(seat)
+                    return seat
+            crowded = self.idle.pop(0) if len(self.idle) >= self.most else None
+        if crowded:
+            crowded.worker.close()
+        for _ in range(2):
+            seat = Seat(self, family)
+            if seat.open():
+                return seat
+            seat.worker.close()
+        raise HarnessFailure("a child process does not start (memory of the GPU, processes?): nothing was measured")
+
+    def _give_back(self, seat: Seat, clean: bool) -> None:
+        if not clean:
+            seat.worker.close()
+        with self.lock:
+            if clean:
+                self.idle.append(seat)
+
+    # ---- timing ------------------------------------------------------------------------------------------------
+
+    def _timed(self, job: Job, end: float) -> None:
+        right = [v for v in job.variants if self.findings[v.number].status in ("right", "timed")]
+        for rung, (pairs, share) in enumerate(job.rungs):
+            right = [v for v in right if self.findings[v.number].score < math.inf]
+            right.sort(key=lambda v: self.findings[v.number].score)
+            right = right[: max(FEWEST, math.ceil(share * len(right)))]
+            for done, variant in enumerate(right, 1):
+                if time.monotonic() > end:
+                    return
+                self.progress(f"timing, rung {rung + 1}: {done} of {len(right)}")
+                self._time(variant, pairs)
+
+    def _time(self, variant: Variant, pairs: int) -> None:
+        finding, seat, clean = self.findings[variant.number], self.seats.get(variant.number), False
+        with self.lock:
+            alive = seat is not None and seat in self.idle
+            if alive:
+                self.idle.remove(seat)
+        seat = seat if alive and seat else self._seat(variant.family)
+        try:
+            finding.reason = self._pairs(seat.use(variant), variant, pairs)
+            clean = not finding.reason
+            finding.status = "timed" if clean else "impossible" if "floor" in finding.reason else "wrong"
+            self.seats[variant.number] = seat
+        except WorkerFailure as failure:
+            if failure.worker is self.anchor:
+                raise HarnessFailure(f"PyTorch's child failed, not a variant: {failure}") from None
+            finding.status, finding.reason = status_of(failure), f"while timing: {failure}"
+        except torch.OutOfMemoryError:
+            finding.status, finding.reason = "out_of_resources", OUT_OF_MEMORY
+        if not clean:
+            finding.speedup = finding.spread = None
+            finding.us = {}
+        self._give_back(seat, clean)
+
+    def _pairs(self, worker: Worker, variant: Variant, pairs: int) -> str:
+        """Time every case; "" if the times can be believed."""
+        finding, timings = self.findings[variant.number], self.timings.setdefault(variant.number, {})
+        workers = {"candidate": worker, "baseline": self._anchor()}
+        for case in self.cases:
+            timing = timings.setdefault(case.name, Timing.of(self.bench, case, workers))
+            more_pairs(self.bench, timing, workers, self.limits, pairs)
+            device = self.gpu.spec if self.gpu else None
+            if fault := timing.invalid or below_floor(self.bench, timing, device, self.calibration):
+                return f"{case.label}: {fault}"
+        ratios = [t.speedup_over("baseline") for t in timings.values()]
+        finding.speedup = math.exp(statistics.mean(math.log(r.value) for r in ratios if r))
+        finding.spread = max(r.spread / r.value for r in ratios if r)
+        finding.pairs = min(len(t.samples["candidate"].device) for t in timings.values())
+        return ""
+
+    def _microseconds(self) -> None:
+        """Turn ratios into times by PyTorch's median over all that was done here, so that clocks drift for nobody."""
+        for case in self.cases:
+            timed = {n: t[case.name] for n, t in self.timings.items() if self.findings[n].status == "timed"}
+            anchor = statistics.median([s for t in timed.values() for s in t.samples["baseline"].device] or [math.nan])
+            for number, timing in timed.items():
+                ratio = timing.speedup_over("baseline")
+                self.findings[number].us[case.name] = 1e6 * anchor / ratio.value if ratio else math.nan
+
+    def _anchor(self) -> Worker:
+        assert self.anchor is not None
+        if not self.anchored:
+            self.anchor.share(self.bench.flush_bytes, START_SECONDS)
+            self.anchor.ask("load", START_SECONDS, op=self.bench.spec.name, compile=False)
+            self.anchored = True
+        return self.anchor
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for seat in self.idle:
+            seat.worker.close()
+        if self.anchor:
+            self.anchor.close()
