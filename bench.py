@@ -17,6 +17,9 @@ import sys
 sys.path.append(sys.path.pop(0))  # this folder last: no file in it stands in for a library
 sys.dont_write_bytecode = True
 
+import time  # noqa: E402
+
+BEGUN = time.monotonic()
 import argparse  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
@@ -129,7 +132,7 @@ def sweep(args: argparse.Namespace, options, children, progress, harness):
     from autokernel import landscape, sweep
 
     where = tuple(args.gpus), args.cluster
-    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes, *where)
+    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes, *where, begun=BEGUN)
     record, found = sweep.sweep(options, request, children, progress, harness)
     return record, landscape.block(record, found)
 

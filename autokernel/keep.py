@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from autokernel import integrity
 from autokernel.gitkeep import GitError, Repo
@@ -87,8 +88,10 @@ def record_sweep(run: RunRecord, source: bytes, message: str, why_not: str, file
                 sync(ledger, repo, Night.read(ledger, night.tag))
             return row
     except (GitError, NightError):
-        reason = why_not or f"{run.values['sweep']['gain_pct']:+.2f} % over the CONFIG before; written back"
-        return Ledger().append(run.row(description=message, reason=reason), source, run.values, files)
+        gain = run.values["sweep"]["gain_pct"]
+        than = "what was there did not run" if gain is None else f"{gain:+.2f} % over what was there"
+        reason = why_not or f"written back: {than}"
+        return Ledger().append(_row(run, source, message, reason=reason), source, run.values, files)
 
 
 def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
@@ -118,18 +121,26 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     return work
 
 
+def _row(run: RunRecord, source: bytes, message: str, **more: Any) -> Row:
+    """The facts of a run as a row."""
+    v = run.values
+    bound = "compute" if v.get("bottleneck") == "compute" else "bandwidth"
+    return run.row(
+        description=" ".join(message.split()), harness=(v.get("harness_sha256") or "")[:16],
+        device=v.get("gpu_name") or "cpu", pct_peak=v.get(f"pct_peak_{bound}"),
+        pct_peak_measured=v.get(f"pct_measured_{bound}"),
+        code_lines=code_lines(source) if v["outcome"] == "PASS" else None, **more,
+    )  # fmt: skip
+
+
 def _judged(run: RunRecord, source: bytes, work: Work, best: bytes | None, night: Night, message: str,
             simpler: bool) -> tuple[Row, list[str]]:  # fmt: skip
     v = run.values
     decision, reason = decide(v, source, best, other_runs(run), night.rules, simpler)
     same = [r.experiment for r in work.experiments if r.source_sha256 == v["source_sha256"]]
-    bound = "compute" if v.get("bottleneck") == "compute" else "bandwidth"
-    row = run.row(
-        tag=night.tag, kernel_type=work.op, target=work.name if work.plan else "", decision=decision, reason=reason,
-        description=" ".join(message.split()), parent=work.best.experiment if work.best else None,
-        harness=(v.get("harness_sha256") or "")[:16], device=v.get("gpu_name") or "cpu",
-        pct_peak=v.get(f"pct_peak_{bound}"), pct_peak_measured=v.get(f"pct_measured_{bound}"),
-        code_lines=code_lines(source) if v["outcome"] == "PASS" else None,
+    row = _row(
+        run, source, message, tag=night.tag, kernel_type=work.op, target=work.name if work.plan else "",
+        decision=decision, reason=reason, parent=work.best.experiment if work.best else None,
         duration_s=duration(run, night.rows, night.rules),
         **({"size": work.size, "dtype": work.plan["dtype"]} if work.plan else {}),  # the plan's, failures included
     )  # fmt: skip

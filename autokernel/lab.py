@@ -281,7 +281,9 @@ class Lab:
         workers = {"candidate": worker, "baseline": self._anchor()}
         for case in self.cases:
             timing = timings.setdefault(case.name, Timing.of(self.bench, case, workers))
-            more_pairs(self.bench, timing, workers, self.limits, pairs)
+            known = [t[case.name] for t in self.timings.values() if case.name in t]
+            best = min((t.seconds() for t in known if t.samples["candidate"].device and not t.invalid), default=math.inf)
+            more_pairs(self.bench, timing, workers, self.limits, pairs, best)
             device = self.gpu.spec if self.gpu else None
             if fault := timing.invalid or below_floor(self.bench, timing, device, self.calibration):
                 return f"{case.label}: {fault}"

@@ -55,17 +55,21 @@ def _us(this: Sweep, number: int) -> float | None:
 def table(this: Sweep) -> str:
     """The fastest variants and the present one; without times those that are right."""
     best = this.ranked() or [n for n, f in this.findings.items() if f.status in ("right", "compiled")]
-    rows = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for name in ("#", "us", "gain %", "+-", "pairs", "regs", "spill"):
-        rows.add_column(name, justify="right", no_wrap=True)
-    rows.add_column("variant", overflow="fold")
+    cells: list[list[Any]] = []
     for number in [*best[:SHOWN], *([0] if 0 in best[SHOWN:] else [])]:
         finding = this.findings[number]
         gain, noise = (None if math.isnan(v) else round(v, 2) for v in this.gain(number))
-        cells: list[Any] = [_us(this, number), gain, noise]
-        cells += [finding.pairs or None, finding.resources.get("registers"), finding.resources.get("spill_bytes")]
-        name = this.variants[number].name + " (present)" * (number == 0)
-        rows.add_row(str(number), *("" if c is None else shown(c) for c in cells), name)
+        cells.append([number, _us(this, number), gain, noise, finding.pairs or None,
+                      *(finding.resources.get(k) for k in ("registers", "spill_bytes")),
+                      this.variants[number].name + " (present)" * (number == 0)])  # fmt: skip
+    names = ("#", "us", "gain %", "+-", "pairs", "regs", "spill", "variant")
+    known = [at for at in range(len(names)) if any(row[at] is not None for row in cells)]
+    rows = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for at in known:
+        last = names[at] == "variant"
+        rows.add_column(names[at], justify="left" if last else "right", no_wrap=not last, overflow="fold")
+    for row in cells:
+        rows.add_row(*("" if row[at] is None else shown(row[at]) for at in known))
     console = Console(width=width(), file=io.StringIO(), force_terminal=False)
     with console.capture() as captured:
         console.print(rows)
@@ -113,7 +117,7 @@ def picture(this: Sweep) -> bytes:
         _bars(panels[0], this)
     for panel in panels[len(names) or 1 :]:
         panel.set_axis_off()
-    device = "the fastest variant of each value is marked" if this.ranked() else "no times: there is no GPU here"
+    device = "times, the best of each value marked" if this.ranked() else "no times, there is no GPU here"
     figure.suptitle(f"{this.source.kernel_type} {this.values['case']}: {device}", fontsize=10)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
@@ -131,16 +135,18 @@ def _panel(panel: Any, this: Sweep, name: str) -> None:
             if us:
                 panel.plot([at - 0.3, at + 0.3], [min(us)] * 2, color="tab:orange", lw=2)
         failed = sum(this.findings[n].status not in ("timed", "right", "compiled") for n in mine)
-        note = f"{failed} failed" if timed else f"{len(mine) - failed} right" + f"\n{failed} failed" * bool(failed)
-        if failed or not timed:
-            panel.annotate(note, (at, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=7,
-                           color="tab:red" if failed else "black")  # fmt: skip
+        if failed and timed:
+            panel.annotate(f"{failed} failed", (at, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
+                           fontsize=7, color="tab:red")  # fmt: skip
+        elif not timed:
+            panel.bar([at, at], [len(mine) - failed, failed], bottom=[0, len(mine) - failed], width=0.6,
+                      color=["tab:green", "tab:red"])  # fmt: skip
     if timed:
         panel.set_yscale("log")
         panel.yaxis.set_major_formatter("{x:.4g}")
         panel.yaxis.set_minor_formatter("{x:.4g}")
         panel.tick_params(axis="y", which="both", labelsize=7)
-        panel.set_ylabel("us", fontsize=8)
+    panel.set_ylabel("us" if timed else "variants: right, failed", fontsize=8)
     panel.set_xticks(range(len(values)), [f"{v!r}" + "\n(present)" * (v == present) for v in values], fontsize=7)
     panel.set_xlim(-0.6, len(values) - 0.4)
     panel.set_title(name, fontsize=9)

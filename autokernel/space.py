@@ -74,7 +74,9 @@ def rewrite(data: bytes, values: Mapping[str, Any]) -> bytes:
             assert place.end_lineno is not None and place.end_col_offset is not None
             begin = starts[place.lineno - 1] + place.col_offset
             end = starts[place.end_lineno - 1] + place.end_col_offset
-            raw = raw[:begin] + repr(values[name]).encode() + raw[end:]
+            new = values[name]
+            new = json.dumps(new, ensure_ascii=False) if isinstance(new, str) else repr(new)
+            raw = raw[:begin] + new.encode() + raw[end:]
     changed = raw.decode().encode(encoding)
     if tunables(changed) != {**old, **values}:
         raise SpaceError("kernel.py: CONFIG cannot be rewritten in place; give every name once, as a plain literal")

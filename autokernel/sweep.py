@@ -36,6 +36,7 @@ from autokernel.targets import active_target
 
 FINALISTS = 4
 JUDGED = 3  # winners that may fail the whole judge before the present kernel stays
+REFUSED = "fails the whole judge"
 ROUNDS = 6  # of a search whose grid is larger than its budget
 MAX_VARIANTS = 256
 
@@ -50,6 +51,8 @@ class Request:
     minutes: float | None = None
     gpus: tuple[str, ...] = ()
     cluster: str = ""
+    begun: float = field(default_factory=time.monotonic)  # when the command started: what it costs includes that
+    timed: bool | None = None  # default: where there is a GPU; in the interpreter times mean nothing
 
 
 @dataclass
@@ -118,21 +121,9 @@ def sweep(
 
     Raises UsageError, SpaceError for what cannot be swept, GpuBusy, HarnessFailure, ScaleError, RecordError.
     """
-    started, clock, target = now(), time.monotonic(), active_target()
-    try:
-        source = read_kernel(options.kernel, target.spec.name if target else None)
-    except KernelError as error:
-        raise UsageError(str(error)) from None
-    spec, device = get(source.kernel_type), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
-    bench = Bench(spec, device, allow_tf32=options.allow_tf32)
-    primary = target.cases(bench.on_gpu) if target else []
-    cases = timed_cases(bench, options.sizes, dtype, primary, spec.timed)
-    cases.sort(key=lambda case: case.name != spec.primary)  # the one that stands for the operator first
-    job = Job(spec.name, tuple(cases), (),
-              timed=bench.on_gpu, seconds=options.timeout, allow_tf32=options.allow_tf32)  # fmt: skip
-    end = clock + 60 * request.minutes if request.minutes is not None else math.inf
-    this = Sweep(options, request, source, progress)
+    started = now()
+    this, job = _prepared(options, request, progress)
+    end = request.begun + 60 * request.minutes if request.minutes is not None else math.inf
     with contextlib.ExitStack() as stack:
         where: Here | Gpus | Cluster = Here(children, progress)
         if request.cluster or len(request.gpus) > 1:
@@ -144,13 +135,30 @@ def sweep(
             progress("last heat")
             this.finalists = [*dict.fromkeys([0, *best])]
             _measure(this, replace(job, rungs=FINAL), this.finalists, where, math.inf, together=True)
-    swept = time.monotonic() - clock
+    swept = time.monotonic() - request.begun
     this.values |= {"gpus": where.width, "sweep_seconds": swept, "case": ", ".join(c.label for c in job.cases)}
     record, winner = _judged(this, children, harness)
     record.values |= {"started": started, "variants": len(this.findings)}
-    record.values["bench_time_seconds"] = time.monotonic() - clock
+    record.values["bench_time_seconds"] = time.monotonic() - request.begun
     _finish(this, record, winner)
     return record, this
+
+
+def _prepared(options: Options, request: Request, progress: Callable[[str], None]) -> tuple[Sweep, Job]:
+    """What is swept, and the cases: those on which `bench.py` times the kernel, the operator's primary size first."""
+    target = active_target()
+    try:
+        source = read_kernel(options.kernel, target.spec.name if target else None)
+    except KernelError as error:
+        raise UsageError(str(error)) from None
+    spec, device = get(source.kernel_type), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(spec, device, allow_tf32=options.allow_tf32)
+    dtype = options.dtype or (target.dtype if target else spec.dtypes[0])
+    cases = timed_cases(bench, options.sizes, dtype, target.cases(bench.on_gpu) if target else [], spec.timed)
+    cases.sort(key=lambda case: case.name != spec.primary)
+    timed = bench.on_gpu if request.timed is None else request.timed
+    job = Job(spec.name, tuple(cases), (), timed, seconds=options.timeout, allow_tf32=options.allow_tf32)
+    return Sweep(options, request, source, progress), job
 
 
 # ---- which, and how fast --------------------------------------------------------------------------------------------
@@ -226,7 +234,7 @@ def _judged(this: Sweep, children: Launcher, harness: Harness) -> tuple[RunRecor
         record = run(options, children, lambda text: this.progress(f"winner: {text}"), harness)
         if record.values["correctness"] == "PASS" or not number:
             return record, number
-        this.findings[number].reason = f"fails the whole judge: {record.values['reason']}"
+        this.findings[number].reason = f"{REFUSED}: {record.values['reason']}"
     raise AssertionError("the present kernel is judged last")
 
 
@@ -256,9 +264,11 @@ def _finish(this: Sweep, record: RunRecord, winner: int) -> None:
     """Put the winner in place if it earned that; write the record, the files and the row."""
     why, variant, gain = _why_not(this, record, winner), this.variants[winner], this.gain(winner)[0]
     right = [f for f in this.findings.values() if f.status in ("timed", "right")]
+    refused = next((f.reason for f in this.findings.values() if f.reason.startswith(REFUSED)), "")
+    shown = str(record.values["reason"]) if record.values["correctness"] != "PASS" else why
     this.values |= {
         "variants": len(this.findings), "right": len(right), "timed": len(this.ranked()), "winner": variant.name,
-        "written_back": not why, "gain_pct": None if math.isnan(gain) else gain, "reason": why,
+        "written_back": not why, "gain_pct": None if math.isnan(gain) else gain, "reason": f"{shown} (a faster one {refused})" if refused and why else shown,
         "judge_seconds": record.values["bench_time_seconds"] - this.values["sweep_seconds"],
         "variants_per_hour": 3600 * len(this.findings) / this.values["sweep_seconds"],
     }  # fmt: skip

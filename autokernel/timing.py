@@ -22,7 +22,7 @@ from autokernel.spec import Case
 from autokernel.worker import Worker
 
 REPETITIONS = (12, 40)  # fewest and most timed repetitions of a size
-SLOW = 8  # times PyTorch's time: such a variant of a sweep is not worth many repetitions
+SLOW = 4  # times the best variant's time: such a variant of a sweep is not worth many repetitions
 CPU_REPETITIONS = (3, 5)  # the interpreter's times mean nothing; they only let the loop be tried
 TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
 ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against PyTorch's output
@@ -159,14 +159,16 @@ def time_case(
     return timing
 
 
-def more_pairs(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits, repetitions: int) -> None:
+def more_pairs(
+    bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits, repetitions: int, best: float
+) -> None:
     """Add pairs to a size's samples, taken in the same way and with every output checked: what a sweep's variants get.
 
-    A candidate that took SLOW times PyTorch's time before gets two. Sets timing.invalid.
+    best: seconds of the fastest variant so far; one that takes SLOW times as long gets two pairs. Sets timing.invalid.
     """
     _, devices = _warm_up(bench, timing, workers, limits, calls=1)
     if not timing.invalid:
-        slow = devices["candidate"] > SLOW * devices["baseline"]
+        slow = devices["candidate"] > SLOW * best
         _take_turns(bench, timing, workers, limits, list(range(2 if slow else repetitions)))
 
 
