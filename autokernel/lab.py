@@ -204,7 +204,7 @@ class Lab:
     def _screen(self, worker: Worker, variant: Variant) -> tuple[str, str]:
         """One call of each case on fresh inputs, compared with float64."""
         if variant.backend == "cuda" and not self.bench.on_gpu:
-            worker.ask("compile", 10 * self.limits.load)
+            worker.ask("compile", self.limits.load)
             return "compiled", "CUDA C++ needs a GPU to be run"
         for case in self.cases:
             private = self.bench.draw(case, self.bench.layout(case))

@@ -15,6 +15,7 @@ import glob
 import importlib
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -190,6 +191,7 @@ class Cluster:
         except ImportError:
             raise ScaleError("--cluster needs Ray, which is not here; get it with: uv sync --extra cluster") from None
         self.ray = ray
+        _reachable(address)
         code = {"working_dir": str(repo_root()), "excludes": LEFT_AT_HOME}
         try:
             ray.init(address=address, runtime_env=code, log_to_driver=False, logging_level="ERROR")
@@ -222,6 +224,16 @@ class Cluster:
 
     def close(self) -> None:
         self.ray.shutdown()
+
+
+def _reachable(address: str) -> None:
+    """Raises ScaleError where nobody listens: Ray itself tries for minutes, and may then end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 5).close()
+        except (OSError, ValueError) as error:
+            raise ScaleError(f"--cluster {address}: {error}; start a cluster with: ray start --head") from None
 
 
 @contextlib.contextmanager

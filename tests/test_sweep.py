@@ -353,6 +353,49 @@ def test_more_variants_than_the_budget(kernel):
     assert len(this.findings) == 6 and this.values["grid"] == 20 and this.configs[0] == {"MS": 4, "MODE": "good"}
 
 
+IN_RUN = """
+import sys; sys.path.append(".")
+from pathlib import Path
+from autokernel.integrity import required
+from autokernel.paths import best_kernel
+from autokernel.process import launcher
+from autokernel.run import Options
+from autokernel.sweep import Request, sweep
+kernel = Path("kernel.py")
+with launcher() as children:
+    options = Options(kernel, sizes="small", best=best_kernel(kernel))
+    record, this = sweep(options, Request(sys.argv[1], timed=True), children, lambda text: None, required())
+    print(this.values["written_back"], this.values["reason"])
+"""
+
+
+def test_in_a_run_the_winner_is_kept_like_any_kernel(tmp_path):
+    """One row, one commit and best.py; the loop's own `record` knows that it is written down already."""
+    from tests.test_orchestrate import Repo
+
+    repo = Repo(tmp_path / "repo")
+    repo.kernel.write_text(SLOW)
+    repo.git("commit", "-qam", "slow")
+    repo.run("start", "night")
+
+    def sweep_it(ranges):
+        done = subprocess.run([sys.executable, "-B", "-c", IN_RUN, ranges], cwd=repo.root, env=repo.env,
+                              capture_output=True, text=True, timeout=200)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert sweep_it("MS=30,60").startswith("True")
+    assert repo.kernel.read_text() == SLOW.replace('"MS": 60', '"MS": 30') == repo.git("show", "HEAD:kernel.py")
+    best = repo.root / "workspace" / "best" / "reduce.py"
+    assert best.read_text() == repo.kernel.read_text()
+    assert "experiment 1 already" in repo.run("record", "-m", "again")
+    assert sweep_it("MS=30,80") == "False no variant is faster\n" and best.read_text() == repo.kernel.read_text()
+    assert sweep_it("MS=5,30").startswith("True") and best.read_text() == SLOW.replace('"MS": 60', '"MS": 5')
+    rows = [(r.experiment, r.tag, r.decision, r.variants, bool(r.commit)) for r in repo.rows]
+    assert rows == [(1, "night", "baseline", 2, True), (2, "night", "revert", 2, False), (3, "night", "keep", 2, True)]
+    assert "CONTINUE" in repo.run("next")
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -392,29 +435,15 @@ def test_bad_options_get_one_line(arguments, words, kernel):
 def test_cuda_variants_are_compiled_where_there_is_no_gpu(tmp_path):
     kernel = tmp_path / "kernel.py"
     shutil.copy(ROOT / "kernels" / "cuda" / "rmsnorm.py", kernel)
-    record, this = swept(kernel, "VECS=2,4,4096", timeout=100)
-    assert [f.status for f in this.findings.values()] == ["compiled", "compiled", "compile_error"] or [
-        f.status for f in this.findings.values()] == ["compiled", "compiled", "timeout"]  # fmt: skip
-    registers = [f.resources["registers"] for f in this.findings.values() if f.status == "compiled"]
-    assert registers[0] > registers[1] > 16  # VECS is a definition of the preprocessor: fewer vectors, fewer registers
+    record, this = swept(kernel, "VECS=2,4,-1", timeout=100)
+    states = {this.configs[n]["VECS"]: f.status for n, f in this.findings.items()}
+    assert states == {4: "compiled", 2: "compiled", -1: "compile_error"}
+    registers = {this.configs[n]["VECS"]: f.resources.get("registers") for n, f in this.findings.items()}
+    assert registers[4] > registers[2] > 16  # VECS is a definition of the preprocessor: fewer vectors, fewer registers
     assert record.values["correctness"] == "FAIL" and "compiled, not run" in record.values["reason"]
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------
-
-
-def echo(job):
-    """What a place does in these tests; `once` names a file: the first to come there dies."""
-    if once := job.get("once"):
-        try:
-            with open(once, "x"):
-                os.kill(os.getpid(), 9)
-        except FileExistsError:
-            pass
-    if job.get("fail"):
-        raise ValueError(job["fail"])
-    time.sleep(job.get("sleep", 0))
-    return {"n": job["n"], "gpu": os.environ["CUDA_VISIBLE_DEVICES"], "pid": os.getpid()}
 
 
 @pytest.fixture
@@ -424,7 +453,7 @@ def two(monkeypatch):
         yield where
 
 
-ECHO = "tests.test_sweep:echo"
+ECHO = "tests.errands:echo"
 
 
 def test_two_gpus_share_the_jobs_and_stay_warm(two):
@@ -443,11 +472,7 @@ def test_a_lost_worker_is_made_up_for_elsewhere(two, tmp_path):
 
 def test_a_job_that_always_kills_its_worker_is_given_up(two, tmp_path):
     with pytest.raises(scale.ScaleError, match="lost 3 times"):
-        list(two.spread("tests.test_sweep:die", [{"n": 0}]))
-
-
-def die(job):
-    os.kill(os.getpid(), 9)
+        list(two.spread("tests.errands:die", [{"n": 0}]))
 
 
 def test_an_exception_comes_home(two):
