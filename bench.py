@@ -21,6 +21,7 @@ import time  # noqa: E402
 
 BEGUN = time.monotonic()
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import shutil  # noqa: E402
@@ -33,7 +34,7 @@ for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is n
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
 from autokernel.process import launcher, wanted  # noqa: E402
-from autokernel.scale import ScaleError, gpu_ids  # noqa: E402
+from autokernel.scale import ScaleError, cores_each, gpu_ids, places  # noqa: E402
 from autokernel.space import SpaceError, ahead_of_sweep  # noqa: E402
 
 
@@ -70,29 +71,24 @@ def main() -> int:
     args.best = args.best or best_kernel(args.kernel)
     try:
         harness = required(args.allow_dirty_harness)
-        ahead = 0 if args.calibrate else children_wanted(args)
+        args.sweep, args.gpus = " ".join(args.sweep), gpu_ids(args.gpus) if args.gpus else []
+        if args.gpus:  # the winner's judge, too, runs on the first of them
+            os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus[0]
+        with contextlib.ExitStack() as stack:
+            elsewhere, ahead = None, 0 if args.calibrate else wanted(args.kernel, bool(args.best))
+            if args.sweep or args.candidates:
+                ahead = ahead_of_sweep(args.kernel, args.sweep, args.candidates, args.max_variants, cores_each())
+            if len(args.gpus) > 1 or args.cluster:
+                if not (args.sweep or args.candidates):
+                    raise ScaleError("several GPUs need several kernels: add --sweep RANGES or --candidates DIR")
+                elsewhere, ahead = stack.enter_context(places(args.gpus, args.cluster, ahead)), 0
+            return judge(args, stack.enter_context(launcher(ahead)), harness, elsewhere)
     except (HarnessChanged, ScaleError, SpaceError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
-    with launcher(ahead) as children:
-        return judge(args, children, harness)
 
 
-def children_wanted(args: argparse.Namespace) -> int:
-    """How many child processes to start now, and on which GPU. Raises ScaleError, SpaceError for bad options."""
-    args.sweep, many = " ".join(args.sweep), bool(args.sweep or args.candidates)
-    args.gpus = gpu_ids(args.gpus) if args.gpus else []
-    if not many and (len(args.gpus) > 1 or args.cluster):
-        raise ScaleError("several GPUs need several kernels: add --sweep RANGES or --candidates DIR")
-    if args.gpus:  # the judge of the winner, too, runs on the first of them
-        os.environ["CUDA_VISIBLE_DEVICES"] = args.gpus[0]
-    if many:
-        away = len(args.gpus) > 1 or args.cluster
-        return 0 if away else ahead_of_sweep(args.kernel, args.sweep, args.candidates, args.max_variants)
-    return wanted(args.kernel, bool(args.best))
-
-
-def judge(args: argparse.Namespace, children, harness) -> int:
+def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
     # only now: the children import PyTorch while we do
     from autokernel import report
     from autokernel.gpu import GpuTableError
@@ -111,13 +107,12 @@ def judge(args: argparse.Namespace, children, harness) -> int:
         (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
             if args.sweep or args.candidates:
-                record, shown = sweep(args, options, children, progress, harness)
+                record, shown = sweep(args, options, children, progress, harness, elsewhere)
             else:
                 record = run(options, children, progress, harness)
                 record.write()
                 shown = report.block(record.values)
-    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError, ScaleError,
-            SpaceError) as error:  # fmt: skip
+    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     print(json.dumps(record.values, indent=1) if args.json else shown)
@@ -127,13 +122,12 @@ def judge(args: argparse.Namespace, children, harness) -> int:
     return 0 if record.values["correctness"] == "PASS" else 1
 
 
-def sweep(args: argparse.Namespace, options, children, progress, harness):
+def sweep(args: argparse.Namespace, options, children, progress, harness, elsewhere):
     """(the winner's record, what to print)."""
     from autokernel import landscape, sweep
 
-    where = tuple(args.gpus), args.cluster
-    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes, *where, begun=BEGUN)
-    record, found = sweep.sweep(options, request, children, progress, harness)
+    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes, BEGUN)
+    record, found = sweep.sweep(options, request, children, progress, harness, elsewhere)
     return record, landscape.block(record, found)
 
 

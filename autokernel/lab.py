@@ -23,9 +23,9 @@ import torch
 from autokernel import gpu, ops
 from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, ask_once, value_fault
 from autokernel.paths import cache_dir
-from autokernel.process import Launcher, cores, kernel_cache, launcher
+from autokernel.process import Launcher, kernel_cache, launcher
 from autokernel.run import HarnessFailure, gpu_lock
-from autokernel.scale import at_end
+from autokernel.scale import children, cores_each
 from autokernel.spec import Case
 from autokernel.timing import Timing, below_floor, more_pairs
 from autokernel.worker import COMPILE_ERRORS, Worker, WorkerFailure
@@ -87,15 +87,14 @@ class Finding:
 
 def evaluate(job: Job) -> list[Finding]:
     """A job in this process, which keeps its children for the next one: what runs on each GPU of several."""
-    lab = _kept.get("lab")
-    if lab is None:
-        opened = contextlib.ExitStack()
-        lab = _kept["lab"] = Lab(job, opened.enter_context(launcher()))
-        at_end.append(opened.close)
-    return lab.evaluate(job)
+    if not _kept:
+        if not children:  # not a process of `scale`: a task of a cluster
+            children.append(contextlib.ExitStack().enter_context(launcher()))
+        _kept.append(Lab(job, children[0]))
+    return _kept[0].evaluate(job)
 
 
-_kept: dict[str, Lab] = {}
+_kept: list[Lab] = []
 
 
 def status_of(failure: WorkerFailure) -> str:
@@ -140,13 +139,13 @@ class Seat:
 class Lab:
     """A device with its seats, its anchor and what was found out so far."""
 
-    def __init__(self, job: Job, children: Launcher, progress: Callable[[str], None] = lambda text: None):
+    def __init__(self, job: Job, launcher: Launcher, progress: Callable[[str], None] = lambda text: None):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.bench = Bench(ops.get(job.op), self.device, children, job.allow_tf32)
+        self.bench = Bench(ops.get(job.op), self.device, launcher, job.allow_tf32)
         self.cases, self.limits, self.progress = job.cases, Limits(job.seconds, job.seconds), progress
         self.gpu = gpu.detect() if self.bench.on_gpu else None
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
-        self.most = self._most_seats(job.cores or cores())
+        self.most = self._most_seats(job.cores or cores_each())
         self.pool = ThreadPoolExecutor(self.most)  # kept: a child ends with the thread that started it
         self.lock, self.oracle = threading.Lock(), threading.Lock()
         self.idle: list[Seat] = []
@@ -281,8 +280,8 @@ class Lab:
         workers = {"candidate": worker, "baseline": self._anchor()}
         for case in self.cases:
             timing = timings.setdefault(case.name, Timing.of(self.bench, case, workers))
-            known = [t[case.name] for t in self.timings.values() if case.name in t]
-            best = min((t.seconds() for t in known if t.samples["candidate"].device and not t.invalid), default=math.inf)
+            known = [t[case.name] for t in self.timings.values() if case.name in t and not t[case.name].invalid]
+            best = min((t.seconds() for t in known if t.samples["candidate"].device), default=math.inf)
             more_pairs(self.bench, timing, workers, self.limits, pairs, best)
             device = self.gpu.spec if self.gpu else None
             if fault := timing.invalid or below_floor(self.bench, timing, device, self.calibration):

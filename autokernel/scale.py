@@ -1,11 +1,12 @@
 """The same jobs here, on the GPUs of this machine, or on a Ray cluster: each result arrives once.
 
-    with places("0,1", "") as where:                          # or places("", ADDRESS), or places("", "")
+    with places(gpu_ids("0,1"), "") as where:                 # or places([], ADDRESS)
         for index, result in where.spread("autokernel.lab:evaluate", jobs): ...
 
 A job is any value that pickle takes, a result too; the function is named, so that it can run elsewhere. One process per
 GPU, which stays warm between jobs and sees that GPU alone; the function takes the GPU's lock (`run.gpu_lock`). A job
-whose worker is lost is done again, elsewhere where there is another place; one that raises raises here.
+whose worker is lost is done again, elsewhere where there is another place; one that raises raises here. Needs no
+PyTorch: the processes of several GPUs start while this one still imports it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from autokernel.paths import repo_root
-from autokernel.process import cores
+from autokernel.process import Launcher, cores, launcher
 
-at_end: list[Callable[[], None]] = []  # what a GPU's process does before it ends
+children: list[Launcher] = []  # in a GPU's process: its own children, some of them started ahead
 TRIES = 3  # of a job whose worker is lost
 LEFT_AT_HOME = [".git", "workspace", "tests", "docs", ".venv", "uv.lock"]  # of the folder that a cluster's nodes get
-BOOT = "import sys; sys.path.append({root!r}); from autokernel.scale import serve; serve({fd})"
+BOOT = "import sys; sys.path.append({root!r}); from autokernel.scale import serve; serve({fd}, {ahead})"
 
 
 class ScaleError(RuntimeError):
@@ -70,6 +71,11 @@ def _present() -> list[str]:
         return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
+def cores_each() -> int:
+    """A GPU's share of the processors: other GPUs of the machine have their own sweeps and agents."""
+    return max(1, cores() // max(1, len(_present())))
+
+
 # ---- GPUs of this machine -------------------------------------------------------------------------------------------
 
 
@@ -84,11 +90,14 @@ class Errand:
 
 
 class Gpus:
-    """One warm process per GPU of this machine."""
+    """One warm process per GPU of this machine. ahead: children that each starts before its first job comes."""
 
-    def __init__(self, ids: Sequence[str]):
-        self.ids, self.width, self.cores = list(ids), len(ids), max(1, cores() // max(1, len(ids)))
+    def __init__(self, ids: Sequence[str], ahead: int = 0):
+        self.ids, self.width, self.ahead = list(ids), len(ids), ahead
+        self.cores = min(cores_each(), max(1, cores() // len(ids)))
         self.processes: dict[str, tuple[subprocess.Popen, Connection]] = {}
+        for place in self.ids:
+            self._start(place)
 
     def spread(self, function: str, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """(index, result) of each job as it is done. Raises what a job raised; ScaleError for one lost TRIES times."""
@@ -137,14 +146,18 @@ class Gpus:
                     done.put((errand.index, result, error))
                 changed.notify_all()
 
+    def _start(self, place: str) -> None:
+        ours, theirs = Pipe()
+        boot = BOOT.format(root=str(repo_root()), fd=theirs.fileno(), ahead=self.ahead)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": place}
+        process = subprocess.Popen([sys.executable, "-B", "-c", boot], env=environment, pass_fds=[theirs.fileno()],
+                                   stdin=subprocess.DEVNULL)  # fmt: skip
+        theirs.close()
+        self.processes[place] = process, ours
+
     def _ask(self, place: str, function: str, job: Any) -> tuple[Any, BaseException | None]:
         if place not in self.processes:
-            ours, theirs = Pipe()
-            command = [sys.executable, "-B", "-c", BOOT.format(root=str(repo_root()), fd=theirs.fileno())]
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": place}
-            process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            theirs.close()
-            self.processes[place] = process, ours
+            self._start(place)
         connection = self.processes[place][1]
         connection.send((function, job))
         return connection.recv()
@@ -162,21 +175,20 @@ class Gpus:
             self._end(place)
 
 
-def serve(fd: int) -> None:
+def serve(fd: int, ahead: int) -> None:
     """A GPU's process: do jobs until the other end closes."""
     connection = Connection(fd)
-    while True:
-        try:
-            function, job = connection.recv()
-        except (EOFError, OSError):
-            for close in at_end:
-                close()
-            os._exit(0)
-        try:
-            answer = call(function, job), None
-        except Exception as error:  # noqa: BLE001 - it is raised where the job came from
-            answer = None, error
-        connection.send(answer)
+    with launcher(ahead) as mine:
+        children.append(mine)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                function, job = connection.recv()
+                try:
+                    answer = call(function, job), None
+                except Exception as error:  # noqa: BLE001 - it is raised where the job came from
+                    answer = None, error
+                connection.send(answer)
+    os._exit(0)  # shared CUDA memory has nothing left to tear down in order
 
 
 # ---- machines of a cluster ------------------------------------------------------------------------------------------
@@ -237,9 +249,9 @@ def _reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def places(gpus: Sequence[str], cluster: str) -> Iterator[Gpus | Cluster]:
-    """Where jobs run: a cluster, or GPUs by name (`gpu_ids`)."""
-    where = Cluster(cluster) if cluster else Gpus(gpus)
+def places(gpus: Sequence[str], cluster: str, ahead: int = 0) -> Iterator[Gpus | Cluster]:
+    """Where jobs run: a cluster, or GPUs by name (`gpu_ids`). Raises ScaleError."""
+    where = Cluster(cluster) if cluster else Gpus(gpus, ahead)
     try:
         yield where
     finally:

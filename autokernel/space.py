@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autokernel.process import cores
-
 Config = dict[str, Any]
 ELITES = 6  # variants that the search breeds from
 EXPLORE = 0.15  # share of proposals drawn at random, so that a landscape of several valleys is not missed
@@ -143,8 +141,8 @@ def _checked(where: str, name: str, values: Any, config: Config) -> list[Any]:
     return list(dict.fromkeys(values))
 
 
-def ahead_of_sweep(kernel: Path, ranges: str, candidates: Path | None, most: int) -> int:
-    """How many children a sweep on this machine uses at first: one a variant or core, and PyTorch's on a GPU."""
+def ahead_of_sweep(kernel: Path, ranges: str, candidates: Path | None, most: int, processors: int) -> int:
+    """How many children a sweep uses at first: one a variant or processor, and PyTorch's on a GPU."""
     if candidates:
         count = len(list(candidates.glob("*.py"))) + 1
     else:
@@ -152,7 +150,7 @@ def ahead_of_sweep(kernel: Path, ranges: str, candidates: Path | None, most: int
             count = math.prod(map(len, parse(ranges, kernel.read_bytes()).values())) + 1
         except OSError as error:
             raise SpaceError(f"{kernel}: {error.strerror}; give a kernel file with --kernel FILE") from None
-    return min(count, most, max(1, cores() - 1)) + Path("/dev/nvidiactl").exists()
+    return min(count, most, max(1, processors - 1)) + Path("/dev/nvidiactl").exists()
 
 
 # ---- which variants -------------------------------------------------------------------------------------------------

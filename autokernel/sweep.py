@@ -26,10 +26,10 @@ from autokernel.lab import FINAL, Finding, Job, Lab, Variant
 from autokernel.night import Rules, decide, noise_pct
 from autokernel.ops import get
 from autokernel.paths import atomic_write, repo_root
-from autokernel.process import Launcher, cores
+from autokernel.process import Launcher
 from autokernel.records import Row, RunRecord, now
 from autokernel.run import Options, UsageError, run, timed_cases
-from autokernel.scale import Cluster, Gpus, places
+from autokernel.scale import Cluster, Gpus, cores_each
 from autokernel.source import KernelError, KernelSource, read_kernel
 from autokernel.space import Config, Search, SpaceError, parse, rewrite, tunables
 from autokernel.targets import active_target
@@ -43,14 +43,12 @@ MAX_VARIANTS = 256
 
 @dataclass(frozen=True)
 class Request:
-    """What is swept, how long, where. ranges: see `space.parse`; or candidates: a folder of kernel files."""
+    """What is swept, and how long. ranges: see `space.parse`; or candidates: a folder of kernel files."""
 
     ranges: str = ""
     candidates: Path | None = None
     max_variants: int = MAX_VARIANTS
     minutes: float | None = None
-    gpus: tuple[str, ...] = ()
-    cluster: str = ""
     begun: float = field(default_factory=time.monotonic)  # when the command started: what it costs includes that
     timed: bool | None = None  # default: where there is a GPU; in the interpreter times mean nothing
 
@@ -101,7 +99,7 @@ class Here:
     width = 1
 
     def __init__(self, children: Launcher, progress: Callable[[str], None]):
-        self.children, self.progress, self.cores = children, progress, cores()
+        self.children, self.progress, self.cores = children, progress, cores_each()
         self.lab: Lab | None = None
 
     def spread(self, function: str, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Finding]]]:
@@ -112,24 +110,24 @@ class Here:
     def close(self) -> None:
         if self.lab:
             self.lab.close()
+        self.lab = None
 
 
 def sweep(
-    options: Options, request: Request, children: Launcher, progress: Callable[[str], None], harness: Harness
-) -> tuple[RunRecord, Sweep]:
+    options: Options, request: Request, children: Launcher, progress: Callable[[str], None], harness: Harness,
+    elsewhere: Gpus | Cluster | None = None,
+) -> tuple[RunRecord, Sweep]:  # fmt: skip
     """Run a sweep to its end: files, row and record are written. The record is the winner's, with a part "sweep".
 
+    children: of the judge, and of the sweep unless it runs `elsewhere`, which is closed when the variants are done.
     Raises UsageError, SpaceError for what cannot be swept, GpuBusy, HarnessFailure, ScaleError, RecordError.
     """
     started = now()
     this, job = _prepared(options, request, progress)
     end = request.begun + 60 * request.minutes if request.minutes is not None else math.inf
     with contextlib.ExitStack() as stack:
-        where: Here | Gpus | Cluster = Here(children, progress)
-        if request.cluster or len(request.gpus) > 1:
-            where = stack.enter_context(places(request.gpus, request.cluster))
-        else:
-            stack.callback(where.close)
+        where: Here | Gpus | Cluster = elsewhere or Here(children, progress)
+        stack.callback(where.close)
         _explore(this, job, where, end)
         if job.timed and (best := this.ranked()[:FINALISTS]):
             progress("last heat")
@@ -265,10 +263,11 @@ def _finish(this: Sweep, record: RunRecord, winner: int) -> None:
     why, variant, gain = _why_not(this, record, winner), this.variants[winner], this.gain(winner)[0]
     right = [f for f in this.findings.values() if f.status in ("timed", "right")]
     refused = next((f.reason for f in this.findings.values() if f.reason.startswith(REFUSED)), "")
-    shown = str(record.values["reason"]) if record.values["correctness"] != "PASS" else why
+    reason = why if record.values["correctness"] == "PASS" else str(record.values["reason"])
     this.values |= {
         "variants": len(this.findings), "right": len(right), "timed": len(this.ranked()), "winner": variant.name,
-        "written_back": not why, "gain_pct": None if math.isnan(gain) else gain, "reason": f"{shown} (a faster one {refused})" if refused and why else shown,
+        "written_back": not why, "gain_pct": None if math.isnan(gain) else gain,
+        "reason": f"{reason} (a faster one {refused})" if refused and reason else reason,
         "judge_seconds": record.values["bench_time_seconds"] - this.values["sweep_seconds"],
         "variants_per_hour": 3600 * len(this.findings) / this.values["sweep_seconds"],
     }  # fmt: skip
