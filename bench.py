@@ -17,29 +17,28 @@ import sys
 sys.path.append(sys.path.pop(0))  # this folder last: no file in it stands in for a library
 sys.dont_write_bytecode = True
 
-import time  # noqa: E402
-
-BEGUN = time.monotonic()
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import shutil  # noqa: E402
+import time  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is not what git or a reader sees
     for compiled in Path(__file__).parent.glob(place):
         shutil.rmtree(compiled, ignore_errors=True)
 
+from autokernel.cli import Parser  # noqa: E402
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
-from autokernel.process import launcher, wanted  # noqa: E402
+from autokernel.process import age, launcher, wanted  # noqa: E402
 from autokernel.scale import ScaleError, cores_each, gpu_ids, places  # noqa: E402
 from autokernel.space import SpaceError, ahead_of_sweep  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
     p.add_argument("--sizes", default="", metavar="NAMES", help="all, or names of the operator's sizes: medium,large")
     p.add_argument("--dtype", default="", choices=["", "fp16", "bf16", "fp32"], help="dtype of the timed sizes")
@@ -109,7 +108,7 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
             if args.sweep or args.candidates:
                 record, shown = sweep(args, options, children, progress, harness, elsewhere)
             else:
-                record = run(options, children, progress, harness)
+                record = run(options, children, progress, harness, age())
                 record.write()
                 shown = report.block(record.values)
     except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
@@ -126,7 +125,8 @@ def sweep(args: argparse.Namespace, options, children, progress, harness, elsewh
     """(the winner's record, what to print)."""
     from autokernel import landscape, sweep
 
-    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes, BEGUN)
+    request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes,
+                            time.monotonic() - age())  # fmt: skip
     record, found = sweep.sweep(options, request, children, progress, harness, elsewhere)
     return record, landscape.block(record, found)
 

@@ -77,10 +77,14 @@ class Child:
         """Whether somebody changed the child's or the judge's priority or processors."""
         return self.scheduling != _scheduling(self.process.pid)
 
-    def kill(self) -> None:
-        """End the process group and whatever left it, and wait until they are gone."""
+    def strike(self) -> None:
+        """Begin to end the process group: where it holds a GPU, that takes the driver a while."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End the process group and whatever left it, and wait until they are gone."""
+        self.strike()
         self.process.wait()
         for _ in range(100):
             left = self.companions()
@@ -107,6 +111,14 @@ class Child:
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def age() -> float:
+    """Seconds since this process was started, the interpreter's own start included; 0.0 where /proc does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def compilers() -> int:
@@ -149,6 +161,9 @@ class Launcher:
         return self.waiting.pop(0) if self.waiting and not under else self._start("child", under)
 
     def close(self) -> None:
+        for child in self.children:  # all at once, then wait for each
+            if child.memory >= 0:
+                child.strike()
         for child in self.children:
             child.close()
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from autokernel import calibrate as calibration_run
 from autokernel import counters, gpu, integrity, ops
 from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
@@ -74,13 +73,15 @@ def run(
     launcher: Launcher,
     progress: Callable[[str], None] = lambda text: None,
     harness: integrity.Harness | None = None,
+    spent: float = 0.0,
 ) -> RunRecord:
     """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
 
-    harness: what `integrity.required` has found already, where the caller asked it.
+    harness: what `integrity.required` has found already, where the caller asked it. spent: seconds that the caller has
+    waited already; they count as the run's.
     Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
-    started, clock = now(), time.perf_counter()
+    started, clock = now(spent), time.perf_counter()
     harness = harness or integrity.required(options.allow_dirty_harness)
     target = active_target()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -106,7 +107,7 @@ def run(
         with contextlib.suppress(OSError):
             data = options.kernel.read_bytes()
         values |= {"correctness": "FAIL", "reason": str(error)}
-    values["bench_time_seconds"] = time.perf_counter() - clock
+    values["bench_time_seconds"] = spent + time.perf_counter() - clock
     record = RunRecord.new(data, values["correctness"])
     return RunRecord({**values, **record.values, "started": started})
 
@@ -400,5 +401,7 @@ def calibrate() -> gpu.Calibration:
     device = gpu.detect()
     if device is None:
         raise UsageError("--calibrate measures a GPU and there is none here")
+    from autokernel.calibrate import calibrate as measure  # Triton, which a run of the judge leaves to its children
+
     with gpu_lock(torch.device("cuda")):
-        return calibration_run.calibrate(device)
+        return measure(device)

@@ -110,6 +110,10 @@ def half_accumulated(op: str, inputs: dict, half: torch.dtype) -> torch.Tensor:
     return out
 
 
+SUMMING = (
+    "matmul", "softmax", "layernorm", "rmsnorm", "reduce", "cross_entropy", "rotary_embedding", "fused_mlp",
+    "flash_attention",
+)  # fmt: skip
 # contents on which a half accumulator shows even in short sums; "normal" is tried first
 TELLING = {
     "matmul": {"A": "cancel", "B": "repeat"}, "reduce": "cancel", "softmax": "swamp_exp", "layernorm": {"x": "swamp"},
@@ -117,7 +121,7 @@ TELLING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op,size,dtype", EVERY)
+@pytest.mark.parametrize("op,size,dtype", [case for case in EVERY if case[0] in SUMMING])
 def test_half_precision_accumulation_fails(op, size, dtype):
     half = torch.bfloat16 if dtype == "bf16" else torch.float16
     refused = []
