@@ -14,7 +14,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,11 +30,12 @@ from autokernel.spec import Case
 from autokernel.timing import Timing, below_floor, more_pairs
 from autokernel.worker import COMPILE_ERRORS, Worker, WorkerFailure
 
-# timed: right and timed; right: right, there is no GPU to time it; compiled: CUDA C++ without a GPU; the rest failed
+# timed: right and timed; right: not timed (no GPU, or the time was up); compiled: CUDA C++ without a GPU; others failed
 STATUSES = ("timed", "right", "compiled", "wrong", "compile_error", "out_of_resources", "crash", "timeout",
             "impossible", "not_run")  # fmt: skip
 RUNGS = ((5, 1.0), (10, 1 / 3))  # pairs added, and for which share of the right variants
 FINAL = ((25, 1.0),)
+GOOD = ("timed", "right", "compiled")
 FEWEST = 4  # variants that a rung keeps at least
 REFUSALS = ("OutOfResources", *COMPILE_ERRORS, "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct")
 CHILD_BYTES = 1 << 30  # a child's context and its own tensors on the GPU, beside the arena
@@ -53,7 +54,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """Variants to find out about, on which cases. seconds: deadline of one call; left: of the whole job, if any."""
+    """Variants to find out about, on which cases. seconds: deadline of one call; left: of the whole job, if any.
+
+    sweep: names the sweep, by which a process knows what it has found out already.
+    """
 
     op: str
     cases: tuple[Case, ...]
@@ -64,6 +68,7 @@ class Job:
     left: float | None = None
     allow_tf32: bool = False
     cores: int = 0
+    sweep: str = ""
 
 
 @dataclass
@@ -82,14 +87,19 @@ class Finding:
     @property
     def score(self) -> float:
         """Smaller is better; infinite for what failed."""
-        return 1 / self.speedup if self.speedup else 1.0 if self.status in ("right", "compiled") else math.inf
+        return 1 / self.speedup if self.speedup else 1.0 if self.status in GOOD else math.inf
+
+    def fail(self, status: str, reason: str) -> None:
+        self.status, self.reason, self.speedup, self.spread, self.us = status, reason, None, None, {}
 
 
 def evaluate(job: Job) -> list[Finding]:
-    """A job in this process, which keeps its children for the next one: what runs on each GPU of several."""
+    """A job in this process, which keeps its children for the sweep's next one: what runs on each GPU of several."""
+    if not children:  # not a process of `scale`: a task of a cluster
+        children.append(contextlib.ExitStack().enter_context(launcher()))
+    if _kept and _kept[0].sweep != job.sweep:
+        _kept.pop().close()
     if not _kept:
-        if not children:  # not a process of `scale`: a task of a cluster
-            children.append(contextlib.ExitStack().enter_context(launcher()))
         _kept.append(Lab(job, children[0]))
     return _kept[0].evaluate(job)
 
@@ -101,38 +111,30 @@ def status_of(failure: WorkerFailure) -> str:
     """One of STATUSES for a call that gave no answer."""
     text = str(failure)
     if failure.outcome != "CRASH":
-        return {"TIMEOUT": "timeout"}.get(failure.outcome, "wrong")
+        return "timeout" if failure.outcome == "TIMEOUT" else "wrong"
     if failure.kind in ("OutOfResources", "OutOfMemoryError") or "too much shared data" in text or "error 701" in text:
         return "out_of_resources"
+    if failure.kind == "CudaCompilerMissing":
+        return "not_run"
     return "compile_error" if failure.kind in REFUSALS or "PassManager" in text else "crash"
 
 
+@dataclass(eq=False)
 class Seat:
     """A child that holds variants of one family."""
 
-    def __init__(self, lab: Lab, family: bytes):
-        self.lab, self.family, self.loaded = lab, family, set[int]()
-        self.worker = lab.bench.worker(kernel_cache(family), list(lab.cases))
-        self.opened = False
+    family: bytes
+    worker: Worker
+    loaded: set[int] = field(default_factory=set)
 
-    def open(self) -> bool:
-        """Wait for the child's start; False if it did not."""
-        if not self.opened:
-            with contextlib.suppress(WorkerFailure):
-                self.worker.share(self.lab.bench.flush_bytes, START_SECONDS)
-                self.opened = True
-        return self.opened
-
-    def use(self, variant: Variant) -> Worker:
+    def use(self, variant: Variant, seconds: float) -> Worker:
         """The child with `variant` as the kernel that it calls."""
         path = self.worker.folder / str(variant.number) / "kernel.py"
-        if variant.number in self.loaded:
-            self.worker.ask("use", self.lab.limits.load, path=str(path))
-        else:
+        if variant.number not in self.loaded:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(variant.data)
-            self.worker.ask("load", self.lab.limits.load, path=str(path))
-            self.loaded.add(variant.number)
+        self.worker.ask("use" if variant.number in self.loaded else "load", seconds, path=str(path))
+        self.loaded.add(variant.number)
         return self.worker
 
 
@@ -142,20 +144,18 @@ class Lab:
     def __init__(self, job: Job, launcher: Launcher, progress: Callable[[str], None] = lambda text: None):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.bench = Bench(ops.get(job.op), self.device, launcher, job.allow_tf32)
-        self.cases, self.limits, self.progress = job.cases, Limits(job.seconds, job.seconds), progress
-        self.gpu = gpu.detect() if self.bench.on_gpu else None
+        self.cases, self.limits, self.progress = list(job.cases), Limits(job.seconds, job.seconds), progress
+        self.sweep, self.gpu = job.sweep, gpu.detect() if self.bench.on_gpu else None
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
         self.most = self._most_seats(job.cores or cores_each())
         self.pool = ThreadPoolExecutor(self.most)  # kept: a child ends with the thread that started it
         self.lock, self.oracle = threading.Lock(), threading.Lock()
+        self.seats: list[Seat] = []
         self.idle: list[Seat] = []
-        self.seats: dict[int, Seat] = {}  # of each variant
         self.findings: dict[int, Finding] = {}
         self.timings: dict[int, dict[str, Timing]] = {}
-        self.anchor: Worker | None = None
-        if job.timed:
-            self.anchor = self.bench.worker(cache_dir() / "kernels" / "baseline", list(self.cases))
-            self.anchored = False
+        self.anchor = self.bench.worker(cache_dir() / "kernels" / "baseline", self.cases) if job.timed else None
+        self.anchored = False
 
     def _most_seats(self, processors: int) -> int:
         """One a core, as far as the GPU's memory goes: each has an arena, a flush buffer and outputs of its own."""
@@ -178,27 +178,71 @@ class Lab:
                 self._microseconds()
         return [self.findings[v.number] for v in job.variants]
 
+    # ---- seats -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _seated(self, variant: Variant, fresh: bool = False) -> Iterator[Seat]:
+        """A seat for a variant. What goes wrong in it becomes the variant's finding, and costs the seat."""
+        finding, seat, clean = self.findings[variant.number], self._seat(variant, fresh), False
+        try:
+            yield seat
+            clean = finding.status in GOOD
+        except WorkerFailure as failure:
+            if failure.worker is self.anchor:
+                raise HarnessFailure(f"PyTorch's child failed, not a variant: {failure}") from None
+            finding.fail(status_of(failure), str(failure))
+            clean = failure.kind in REFUSALS  # refused before anything ran: the child is as it was
+        except torch.OutOfMemoryError:
+            finding.fail("out_of_resources", OUT_OF_MEMORY)
+        finally:
+            with self.lock:
+                (self.idle.append if clean else self.seats.remove)(seat)
+            if not clean:
+                seat.worker.close()
+
+    def _seat(self, variant: Variant, fresh: bool) -> Seat:
+        """An idle seat, best the one that holds the variant; else a new one, for which another may have to go."""
+        with self.lock:
+            mine = [] if fresh else [seat for seat in self.idle if seat.family == variant.family]
+            found = max(mine, key=lambda seat: variant.number in seat.loaded, default=None)
+            crowded = self.idle[0] if not found and len(self.seats) >= self.most and self.idle else None
+            for taken in filter(None, (found, crowded)):
+                self.idle.remove(taken)
+            if crowded:
+                self.seats.remove(crowded)
+        if crowded:
+            crowded.worker.close()
+        if found:
+            return found
+        for _ in range(2):
+            worker = self.bench.worker(kernel_cache(variant.family), self.cases)
+            try:
+                worker.share(self.bench.flush_bytes, START_SECONDS)
+                break
+            except WorkerFailure as failure:
+                worker.close()
+                why = failure
+        else:
+            raise HarnessFailure(f"a child process does not start, nothing more was measured: {why}")
+        with self.lock:
+            self.seats.append(Seat(variant.family, worker))
+            return self.seats[-1]
+
     # ---- screening ---------------------------------------------------------------------------------------------
 
     def _screened(self, variant: Variant, end: float) -> None:
         finding = self.findings[variant.number] = Finding(variant.number)
-        if time.monotonic() > end:
-            finding.reason = "the time was up"
-            return
-        seat, clean = self._seat(variant.family), False
-        try:
-            finding.status, finding.reason = self._screen(seat.use(variant), variant)
-            clean = finding.status in ("right", "compiled")
-            finding.resources = seat.worker.resources() if clean else {}
-            self.seats[variant.number] = seat
-        except WorkerFailure as failure:
-            finding.status, finding.reason = status_of(failure), str(failure)
-            clean = failure.kind in REFUSALS  # refused before anything ran: the child is as it was
-            if failure.kind == "CudaCompilerMissing":
-                finding.status = "not_run"
-        except torch.OutOfMemoryError:
-            finding.status, finding.reason = "out_of_resources", OUT_OF_MEMORY
-        self._give_back(seat, clean)
+        for fresh in (False, True):
+            if time.monotonic() > end:
+                finding.fail("not_run", "the time was up")
+                return
+            with self._seated(variant, fresh) as seat:
+                alone = seat.loaded <= {variant.number}
+                worker = seat.use(variant, self.limits.load)
+                finding.status, finding.reason = self._screen(worker, variant)
+                finding.resources = worker.resources() if finding.status in GOOD else {}
+            if alone or finding.status not in ("wrong", "crash"):
+                return  # else perhaps another variant of this seat is to blame
 
     def _screen(self, worker: Worker, variant: Variant) -> tuple[str, str]:
         """One call of each case on fresh inputs, compared with float64."""
@@ -213,29 +257,6 @@ class Lab:
             if fault:
                 return "wrong", f"{case.label}: {fault}"
         return "right", ""
-
-    def _seat(self, family: bytes) -> Seat:
-        with self.lock:
-            for seat in self.idle:
-                if seat.family == family:
-                    self.idle.remove(seat)
-                    return seat
-            crowded = self.idle.pop(0) if len(self.idle) >= self.most else None
-        if crowded:
-            crowded.worker.close()
-        for _ in range(2):
-            seat = Seat(self, family)
-            if seat.open():
-                return seat
-            seat.worker.close()
-        raise HarnessFailure("a child process does not start (memory of the GPU, processes?): nothing was measured")
-
-    def _give_back(self, seat: Seat, clean: bool) -> None:
-        if not clean:
-            seat.worker.close()
-        with self.lock:
-            if clean:
-                self.idle.append(seat)
 
     # ---- timing ------------------------------------------------------------------------------------------------
 
@@ -252,27 +273,13 @@ class Lab:
                 self._time(variant, pairs)
 
     def _time(self, variant: Variant, pairs: int) -> None:
-        finding, seat, clean = self.findings[variant.number], self.seats.get(variant.number), False
-        with self.lock:
-            alive = seat is not None and seat in self.idle
-            if alive:
-                self.idle.remove(seat)
-        seat = seat if alive and seat else self._seat(variant.family)
-        try:
-            finding.reason = self._pairs(seat.use(variant), variant, pairs)
-            clean = not finding.reason
-            finding.status = "timed" if clean else "impossible" if "floor" in finding.reason else "wrong"
-            self.seats[variant.number] = seat
-        except WorkerFailure as failure:
-            if failure.worker is self.anchor:
-                raise HarnessFailure(f"PyTorch's child failed, not a variant: {failure}") from None
-            finding.status, finding.reason = status_of(failure), f"while timing: {failure}"
-        except torch.OutOfMemoryError:
-            finding.status, finding.reason = "out_of_resources", OUT_OF_MEMORY
-        if not clean:
-            finding.speedup = finding.spread = None
-            finding.us = {}
-        self._give_back(seat, clean)
+        finding = self.findings[variant.number]
+        with self._seated(variant) as seat:
+            fault = self._pairs(seat.use(variant, self.limits.load), variant, pairs)
+            if fault:
+                finding.fail("impossible" if "floor" in fault else "wrong", fault)
+            else:
+                finding.status = "timed"
 
     def _pairs(self, worker: Worker, variant: Variant, pairs: int) -> str:
         """Time every case; "" if the times can be believed."""
@@ -311,7 +318,5 @@ class Lab:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-        for seat in self.idle:
-            seat.worker.close()
-        if self.anchor:
-            self.anchor.close()
+        for worker in [*(seat.worker for seat in self.seats), *filter(None, [self.anchor])]:
+            worker.close()

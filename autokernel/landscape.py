@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from autokernel.lab import GOOD
 from autokernel.records import RunRecord, escape
 from autokernel.report import shown
 from autokernel.tables import width
@@ -35,7 +36,7 @@ def block(record: RunRecord, this: Sweep) -> str:
     """The key block, then the best variants."""
     failed: dict[str, int] = {}
     for finding in this.findings.values():
-        if finding.status not in ("timed", "right"):
+        if finding.status not in GOOD:
             failed[finding.status] = failed.get(finding.status, 0) + 1
     values = {**{k: record.values.get(k) for k in KEYS if k != "reason"}, **this.values}
     winner = next(n for n, v in this.variants.items() if v.name == this.values["winner"])
@@ -54,7 +55,7 @@ def _us(this: Sweep, number: int) -> float | None:
 
 def table(this: Sweep) -> str:
     """The fastest variants and the present one; without times those that are right."""
-    best = this.ranked() or [n for n, f in this.findings.items() if f.status in ("right", "compiled")]
+    best = this.ranked() or [n for n, f in this.findings.items() if f.status in GOOD]
     cells: list[list[Any]] = []
     for number in [*best[:SHOWN], *([0] if 0 in best[SHOWN:] else [])]:
         finding = this.findings[number]
@@ -83,12 +84,11 @@ def tsv(this: Sweep) -> bytes:
     fixed = ["variant", "status", *(f"us_{s}" if i else "us" for i, s in enumerate(sizes or ["us"])),
              "speedup_vs_pytorch", "spread_pct", "pairs", "registers", "spill_bytes", "smem_bytes"]  # fmt: skip
     lines = [[*fixed, *(names or ["file"]), "reason"]]
-    for number, variant in this.variants.items():
-        f = this.findings[number]
+    for number, f in sorted(this.findings.items()):
         cells = [number, f.status, *(f.us.get(s) for s in sizes or [""]), f.speedup]
         cells += [100 * f.spread if f.spread is not None else None, f.pairs]
         cells += [f.resources.get(k) for k in ("registers", "spill_bytes", "smem_bytes")]
-        cells += [this.configs[number][name] for name in names] if names else [variant.name]
+        cells += [this.configs[number][name] for name in names] if names else [this.variants[number].name]
         lines.append([_cell(c) for c in [*cells, f.reason]])
     return "".join("\t".join(line) + "\n" for line in lines).encode("utf-8", "surrogateescape")
 
@@ -130,11 +130,11 @@ def _panel(panel: Any, this: Sweep, name: str) -> None:
     for at, value in enumerate(values):
         mine = [n for n, c in this.configs.items() if c[name] == value and n in this.findings]
         if timed:
-            us = [_us(this, n) for n in mine if n in timed]
+            us = [us for n in mine if n in timed and (us := _us(this, n))]
             panel.scatter([at] * len(us), us, s=12, color="tab:blue", alpha=0.35, linewidths=0)
             if us:
                 panel.plot([at - 0.3, at + 0.3], [min(us)] * 2, color="tab:orange", lw=2)
-        failed = sum(this.findings[n].status not in ("timed", "right", "compiled") for n in mine)
+        failed = sum(this.findings[n].status not in GOOD for n in mine)
         if failed and timed:
             panel.annotate(f"{failed} failed", (at, 0.98), xycoords=("data", "axes fraction"), ha="center", va="top",
                            fontsize=7, color="tab:red")  # fmt: skip

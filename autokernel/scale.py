@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib
+import logging
 import os
 import queue
 import socket
@@ -183,6 +184,7 @@ def serve(fd: int, ahead: int) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 function, job = connection.recv()
+                answer: tuple[Any, Exception | None]
                 try:
                     answer = call(function, job), None
                 except Exception as error:  # noqa: BLE001 - it is raised where the job came from
@@ -206,7 +208,7 @@ class Cluster:
         _reachable(address)
         code = {"working_dir": str(repo_root()), "excludes": LEFT_AT_HOME}
         try:
-            ray.init(address=address, runtime_env=code, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, runtime_env=code, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # noqa: BLE001 - refused, not found, another version: Ray has many kinds
             raise ScaleError(f"--cluster {address}: {' '.join(str(error).split())[:300]}") from None
         found = ray.cluster_resources()

@@ -66,7 +66,7 @@ def rewrite(data: bytes, values: Mapping[str, Any]) -> bytes:
     lines = [line.encode() for line in re.findall(r"[^\r\n]*(?:\r\n|\n|\r|$)", text)]  # as ast counts lines and columns
     starts = [0, *itertools.accumulate(map(len, lines))]
     raw = b"".join(lines)
-    places = {k.value: v for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)}
+    places = {str(k.value): v for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)}
     for name, place in sorted(places.items(), key=lambda item: (-item[1].lineno, -item[1].col_offset)):
         if name in values and (values[name] != old[name] or type(values[name]) is not type(old[name])):
             assert place.end_lineno is not None and place.end_col_offset is not None

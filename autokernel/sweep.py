@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,20 +26,20 @@ from autokernel.keep import record_sweep
 from autokernel.lab import FINAL, Finding, Job, Lab, Variant
 from autokernel.night import Rules, decide, noise_pct
 from autokernel.ops import get
-from autokernel.paths import atomic_write, repo_root
+from autokernel.paths import atomic_write, repo_root, workspace
 from autokernel.process import Launcher
 from autokernel.records import Row, RunRecord, now
 from autokernel.run import Options, UsageError, run, timed_cases
 from autokernel.scale import Cluster, Gpus, cores_each
 from autokernel.source import KernelError, KernelSource, read_kernel
-from autokernel.space import Config, Search, SpaceError, parse, rewrite, tunables
+from autokernel.space import Config, Search, parse, rewrite, tunables
 from autokernel.targets import active_target
 
 FINALISTS = 4
 JUDGED = 3  # winners that may fail the whole judge before the present kernel stays
+NO_TIMES = "nothing was timed: there is no GPU, no variant is right, or the time was up"
 REFUSED = "fails the whole judge"
 ROUNDS = 6  # of a search whose grid is larger than its budget
-MAX_VARIANTS = 256
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Request:
 
     ranges: str = ""
     candidates: Path | None = None
-    max_variants: int = MAX_VARIANTS
+    max_variants: int = 256
     minutes: float | None = None
     begun: float = field(default_factory=time.monotonic)  # when the command started: what it costs includes that
     timed: bool | None = None  # default: where there is a GPU; in the interpreter times mean nothing
@@ -155,7 +156,8 @@ def _prepared(options: Options, request: Request, progress: Callable[[str], None
     cases = timed_cases(bench, options.sizes, dtype, target.cases(bench.on_gpu) if target else [], spec.timed)
     cases.sort(key=lambda case: case.name != spec.primary)
     timed = bench.on_gpu if request.timed is None else request.timed
-    job = Job(spec.name, tuple(cases), (), timed, seconds=options.timeout, allow_tf32=options.allow_tf32)
+    job = Job(spec.name, tuple(cases), (), timed, seconds=options.timeout, allow_tf32=options.allow_tf32,
+              sweep=uuid.uuid4().hex)  # fmt: skip
     return Sweep(options, request, source, progress), job
 
 
@@ -166,7 +168,7 @@ def _explore(this: Sweep, job: Job, where: Here | Gpus | Cluster, end: float) ->
     """Find out about the present kernel and the others, in as many rounds as the search takes."""
     request, data = this.request, this.source.data
     if request.candidates:
-        _measure(this, job, _read_candidates(this, request.candidates)[: request.max_variants + 1], where, end)
+        _measure(this, job, _read_candidates(this, request.candidates), where, end)
         return
     space, config = parse(request.ranges, data), tunables(data)
     family = rewrite(data, {name: values[0] for name, values in space.items()})
@@ -188,7 +190,7 @@ def _read_candidates(this: Sweep, folder: Path) -> list[int]:
     if not folder.is_dir() or not (paths := sorted(folder.glob("*.py"))):
         raise UsageError(f"--candidates {folder}: no folder with kernel files (*.py)")
     numbers = [this.add("(kernel.py)", this.source.data, this.source.backend, this.source.data, {})]
-    for path in paths:
+    for path in paths[: this.request.max_variants]:
         try:
             found = read_kernel(path, this.source.kernel_type)
             numbers.append(this.add(path.name, found.data, found.backend, found.data, {}))
@@ -210,6 +212,7 @@ def _measure(this: Sweep, job: Job, numbers: list[int], where, end: float, toget
         this.findings |= {f.number: f for f in findings}
         if where.width > 1:
             this.progress(f"{done} of {parts} GPUs are done with {len(numbers)} variants")
+    atomic_write(workspace() / "sweep.tsv", landscape.tsv(this))  # of a sweep that is killed later
 
 
 # ---- the winner -----------------------------------------------------------------------------------------------------
@@ -240,11 +243,11 @@ def _why_not(this: Sweep, record: RunRecord, winner: int) -> str:
     """Why the winner does not take the place of the present kernel; "" if it does."""
     values, present = record.values, this.findings[0]
     if not winner:
-        return "no variant is faster" if this.ranked() else "nothing is timed without a GPU"
+        return "no variant is faster" if this.ranked() else NO_TIMES
     if values["correctness"] != "PASS":
         return str(values["reason"])
     if not this.ranked():
-        return "nothing is timed without a GPU"
+        return NO_TIMES
     if values["quick"] or values["harness"] == "dirty":
         return "--quick is never kept" if values["quick"] else "the harness is changed: nothing is kept"
     if this.options.kernel.read_bytes() != this.source.data:
@@ -273,14 +276,11 @@ def _finish(this: Sweep, record: RunRecord, winner: int) -> None:
     }  # fmt: skip
     record.values["sweep"] = this.values
     if not why:
+        atomic_write(workspace() / "unrecorded" / f"kernel-{this.source.sha256[:12]}.py", this.source.data)
         atomic_write(this.options.kernel, variant.data)
     record.write()
     files = {"sweep.tsv": landscape.tsv(this), "sweep.png": landscape.picture(this)}
-    files |= {"before.py": this.source.data} if not why else {}
     what = f"candidates of {this.request.candidates}" if this.request.candidates else f"sweep {this.request.ranges}"
     in_run = this.options.kernel.resolve() == repo_root() / "kernel.py"
     row: Row = record_sweep(record, variant.data, f"{what}: {variant.name}", why, files, in_run)
     this.values["experiment"] = row.experiment
-
-
-__all__ = ["MAX_VARIANTS", "Request", "SpaceError", "Sweep", "sweep"]

@@ -267,7 +267,7 @@ def test_time_that_is_up_leaves_the_rest_unmeasured():
 # ---- timing and the winner ------------------------------------------------------------------------------------------
 
 
-def test_the_winner_takes_its_place_and_the_row_says_so(slow):
+def test_the_winner_takes_its_place_and_the_row_says_so(slow, tmp_path):
     record, this = swept(slow, "MS=10,30,60,100,200 MODE=good,wrong", quick=False, timed=True)
     assert slow.read_text() == SLOW.replace('"MS": 60', '"MS": 10')
     assert record.values["correctness"] == "PASS" and record.values["shape_sweep"].startswith("PASS")
@@ -285,7 +285,8 @@ def test_the_winner_takes_its_place_and_the_row_says_so(slow):
     assert len(lines) == 11 and all(len(line) == len(lines[0]) for line in lines)
     assert [line[1] for line in lines[1:]].count("wrong") == 5 and {"MS", "MODE", "us", "reason"} <= set(lines[0])
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "before.py").read_text() == SLOW and (folder / "kernel.py").read_bytes() == slow.read_bytes()
+    [before] = (tmp_path / "workspace" / "unrecorded").iterdir()
+    assert before.read_text() == SLOW and (folder / "kernel.py").read_bytes() == slow.read_bytes()
     assert RunRecord.read().values["variants"] == 10 and RunRecord.read().values["outcome"] == "PASS"
 
 
@@ -342,7 +343,7 @@ def test_candidates(slow, tmp_path):
     assert states == {"(kernel.py)": "timed", "a_fast.py": "timed", "b_wrong.py": "wrong", "c_broken.py": "wrong",
                       "d_other.py": "wrong"}  # fmt: skip
     assert "c_broken.py:1: syntax error" in this.findings[3].reason and "softmax" in this.findings[4].reason
-    assert (Ledger().attempt(1) / "before.py").read_text() == SLOW
+    assert [f.read_text() for f in (tmp_path / "workspace" / "unrecorded").iterdir()] == [SLOW]
     with pytest.raises(UsageError, match="no folder with kernel files"):
         swept(slow, candidates=tmp_path / "none")
 
@@ -412,7 +413,7 @@ def test_command_line_without_a_gpu(kernel):
     assert max(map(len, lines)) <= 100 and done.stderr == ""
     block = {k: v.strip() for k, _, v in (line.partition(":") for line in lines[: len(landscape.KEYS)])}
     assert block["right"] == block["variants"] == block["grid"] == "4" and block["timed"] == "0"
-    assert block["written_back"] == "no" and "without a GPU" in block["reason"] and block["winner_us"] == "n/a"
+    assert block["written_back"] == "no" and "no GPU" in block["reason"] and block["winner_us"] == "n/a"
     assert kernel.read_text() == KERNEL and len(Ledger().rows()) == 1
 
 
