@@ -96,7 +96,7 @@ class Finding:
 def evaluate(job: Job) -> list[Finding]:
     """A job in this process, which keeps its children for the sweep's next one: what runs on each GPU of several."""
     if not children:  # not a process of `scale`: a task of a cluster
-        children.append(contextlib.ExitStack().enter_context(launcher()))
+        children.append(_open.enter_context(launcher()))
     if _kept and _kept[0].sweep != job.sweep:
         _kept.pop().close()
     if not _kept:
@@ -105,6 +105,7 @@ def evaluate(job: Job) -> list[Finding]:
 
 
 _kept: list[Lab] = []
+_open = contextlib.ExitStack()
 
 
 def status_of(failure: WorkerFailure) -> str:

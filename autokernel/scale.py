@@ -105,9 +105,10 @@ class Gpus:
         todo = [Errand(index, job) for index, job in enumerate(jobs)]
         done: queue.Queue = queue.Queue()
         changed, open_jobs = threading.Condition(), set(range(len(jobs)))
-        for place in self.ids:
-            work = (place, function, todo, open_jobs, changed, done)
-            threading.Thread(target=self._work, args=work, daemon=True).start()
+        work = function, todo, open_jobs, changed, done
+        threads = [threading.Thread(target=self._work, args=(place, *work), daemon=True) for place in self.ids]
+        for thread in threads:
+            thread.start()
         try:
             for _ in jobs:
                 index, result, error = done.get()
@@ -116,8 +117,13 @@ class Gpus:
                 yield index, result
         finally:
             with changed:
+                if open_jobs:  # given up: an answer that comes later must not be taken for the next job's
+                    for process, _ in list(self.processes.values()):
+                        process.kill()
                 open_jobs.clear()
                 changed.notify_all()
+            for thread in threads:
+                thread.join()
 
     def _work(self, place: str, function: str, todo: list[Errand], open_jobs: set[int], changed, done) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Sweeps on a GPU: throughput, agreement with measuring alone, faults, two GPUs. The bars are of one H200 and 16 cores."""
+"""Sweeps on a GPU: throughput, agreement with measuring alone, faults, two GPUs. The bars: one H200 and 16 cores."""
 
 from __future__ import annotations
 
