@@ -143,6 +143,7 @@ def _panel(panel: Any, this: Sweep, name: str) -> None:
                       color=["tab:green", "tab:red"])  # fmt: skip
     if timed:
         panel.set_yscale("log")
+        panel.margins(y=0.15)  # room for what is written above
         panel.yaxis.set_major_formatter("{x:.4g}")
         panel.yaxis.set_minor_formatter("{x:.4g}")
         panel.tick_params(axis="y", which="both", labelsize=7)

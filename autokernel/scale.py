@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -182,9 +183,17 @@ class Gpus:
             self._end(place)
 
 
+def _end_with(parent: int) -> None:
+    """A command that is killed leaves no job running. (PR_SET_PDEATHSIG counts threads of it: too early.)"""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def serve(fd: int, ahead: int) -> None:
     """A GPU's process: do jobs until the other end closes."""
     connection = Connection(fd)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with launcher(ahead) as mine:
         children.append(mine)
         with contextlib.suppress(EOFError, OSError):

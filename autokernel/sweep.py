@@ -37,7 +37,6 @@ from autokernel.targets import active_target
 
 FINALISTS = 4
 JUDGED = 3  # winners that may fail the whole judge before the present kernel stays
-NO_TIMES = "nothing was timed: there is no GPU, no variant is right, or the time was up"
 REFUSED = "fails the whole judge"
 ROUNDS = 6  # of a search whose grid is larger than its budget
 
@@ -242,12 +241,13 @@ def _judged(this: Sweep, children: Launcher, harness: Harness) -> tuple[RunRecor
 def _why_not(this: Sweep, record: RunRecord, winner: int) -> str:
     """Why the winner does not take the place of the present kernel; "" if it does."""
     values, present = record.values, this.findings[0]
+    untimed = "the time was up before anything was timed" if values["gpu_name"] else "nothing is timed without a GPU"
     if not winner:
-        return "no variant is faster" if this.ranked() else NO_TIMES
+        return "no variant is faster" if this.ranked() else untimed
     if values["correctness"] != "PASS":
         return str(values["reason"])
     if not this.ranked():
-        return NO_TIMES
+        return untimed
     if values["quick"] or values["harness"] == "dirty":
         return "--quick is never kept" if values["quick"] else "the harness is changed: nothing is kept"
     if this.options.kernel.read_bytes() != this.source.data:

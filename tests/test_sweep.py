@@ -413,7 +413,7 @@ def test_command_line_without_a_gpu(kernel):
     assert max(map(len, lines)) <= 100 and done.stderr == ""
     block = {k: v.strip() for k, _, v in (line.partition(":") for line in lines[: len(landscape.KEYS)])}
     assert block["right"] == block["variants"] == block["grid"] == "4" and block["timed"] == "0"
-    assert block["written_back"] == "no" and "no GPU" in block["reason"] and block["winner_us"] == "n/a"
+    assert block["written_back"] == "no" and "without a GPU" in block["reason"] and block["winner_us"] == "n/a"
     assert kernel.read_text() == KERNEL and len(Ledger().rows()) == 1
 
 
