@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from autokernel import integrity, workers
-from autokernel.gitkeep import Repo
+from autokernel.gitkeep import GitError, Repo
 from autokernel.kernelbench import lenient
 from autokernel.night import (
     KEPT,
@@ -69,6 +71,35 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
         return done, night, remarks
 
 
+def record_sweep(run: RunRecord, source: bytes, message: str, why_not: str, files: dict[str, bytes],
+                 in_run: bool) -> Row:  # fmt: skip
+    """The one row of a sweep, with its files. why_not: why its winner is not in kernel.py; "" if it is.
+
+    In a run, a winner that is in kernel.py is kept as any kernel is. Outside of one there is nobody to decide: the row
+    says what came out. kernel.py is not touched. Raises RecordError.
+    """
+    try:
+        if not in_run:
+            raise NightError("not the run's kernel.py")
+        with opened() as (ledger, repo, night):
+            work = _measured(run, source, night)
+            best = _source_of(ledger, repo, work.best) if work.best else None
+            row, _ = _judged(run, source, work, best, night, message, False)
+            if row.decision in KEPT and kernel_bytes() != source:
+                row = replace(row, decision="revert", reason=why_not)
+            if row.decision in KEPT:
+                row, _ = _committed(row, repo, source, len(ledger.rows()) + 1)
+            row = ledger.append(row, source, run.values, files)
+            if row.decision in KEPT:
+                sync(ledger, repo, Night.read(ledger, night.tag))
+            return row
+    except (GitError, NightError):
+        gain = run.values["sweep"]["gain_pct"]
+        than = "what was there did not run" if gain is None else f"{gain:+.2f} % over what was there"
+        reason = why_not or f"written back: {than}"
+        return Ledger().append(_row(run, source, message, reason=reason), source, run.values, files)
+
+
 def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     """What a run may be recorded for. Raises NightError for a stale or an unclean one."""
     v, work = run.values, night.current
@@ -98,19 +129,27 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     return work
 
 
+def _row(run: RunRecord, source: bytes, message: str, **more: Any) -> Row:
+    """The facts of a run as a row."""
+    v = run.values
+    bound = "compute" if v.get("bottleneck") == "compute" else "bandwidth"
+    return run.row(
+        description=" ".join(message.split()), harness=(v.get("harness_sha256") or "")[:16],
+        device=v.get("gpu_name") or "cpu", pct_peak=v.get(f"pct_peak_{bound}"),
+        pct_peak_measured=v.get(f"pct_measured_{bound}"),
+        code_lines=code_lines(source) if v["outcome"] == "PASS" else None, worker=workers.me(), **more,
+    )  # fmt: skip
+
+
 def _judged(run: RunRecord, source: bytes, work: Work, best: bytes | None, night: Night, message: str,
             simpler: bool) -> tuple[Row, list[str]]:  # fmt: skip
     v = run.values
     decision, reason = decide(v, source, best, other_runs(run), night.rules, simpler)
     same = [r.experiment for r in work.experiments if r.source_sha256 == v["source_sha256"]]
-    bound = "compute" if v.get("bottleneck") == "compute" else "bandwidth"
-    row = run.row(
-        tag=night.tag, kernel_type=work.op, target=work.name if work.plan else "", decision=decision, reason=reason,
-        description=" ".join(message.split()), parent=work.best.experiment if work.best else None,
-        harness=(v.get("harness_sha256") or "")[:16], device=v.get("gpu_name") or "cpu",
-        pct_peak=v.get(f"pct_peak_{bound}"), pct_peak_measured=v.get(f"pct_measured_{bound}"),
-        code_lines=code_lines(source) if v["outcome"] == "PASS" else None,
-        duration_s=duration(run, night.mine, night.rules), worker=workers.me(),
+    row = _row(
+        run, source, message, tag=night.tag, kernel_type=work.op, target=work.name if work.plan else "",
+        decision=decision, reason=reason, parent=work.best.experiment if work.best else None,
+        duration_s=duration(run, night.mine, night.rules),
         **({"size": work.size, "dtype": work.plan["dtype"]} if work.plan else {}),  # the plan's, failures included
     )  # fmt: skip
     return row, [f"the same source as experiment {number}" for number in same[-1:]]

@@ -342,10 +342,10 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
     if same_code(source, best):
         return "revert", "the code of the best kernel: nothing changed"
     gain = statistics.median_low(-100.0 if g is None else g for g in gains)
-    least, noise = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct, _noise(values)
+    least, noise = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct, noise_pct(values)
     runs = f", the middle of {len(gains)} runs" if len(gains) > 1 else ""
     measured = f"{gain:+.2f} %{runs}"
-    slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, _noise(s))]
+    slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, noise_pct(s))]
     if slower:
         return "revert", f"{measured}, but slower at {slower[0]['size']} ({slower[0]['paired_gain_pct']:+.1f} %)"
     if gain >= least and gain > noise:
@@ -358,7 +358,7 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
     return "revert", f"{measured}: not above the least gain of {least:g} % and the noise of {noise:.2f} %"
 
 
-def _noise(values: Mapping[str, Any]) -> float:
+def noise_pct(values: Mapping[str, Any]) -> float:
     """Percent. 1.5 times a 95 % interval is three standard errors: equal kernels seem better once in 700 times."""
     return max(values.get("noise_pct") or 0.0, 1.5 * (values.get("gain_spread_pct") or 0.0))
 

@@ -152,9 +152,7 @@ class _Session:
         cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
-        timed = self._timed_cases(bench, primary)
-        if not timed:
-            raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
+        timed = timed_cases(bench, self.options.sizes, self.dtype, primary, self.spec.timed)
         return cases, timed, left_out
 
     def run(self, launcher: Launcher) -> dict[str, Any]:
@@ -301,19 +299,26 @@ class _Session:
             except WorkerFailure as failure:
                 raise HarnessFailure(f"torch.compile failed; run without --compile-baseline: {failure}") from None
 
-    def _timed_cases(self, bench: Bench, targets: list[Case]) -> list[Case]:
-        """The target's own shapes, then the sizes asked for by name."""
-        shapes = self.spec.shapes if bench.on_gpu else self.spec.cpu_shapes
-        names = [name for name in self.options.sizes.split(",") if name]
-        if unknown := [name for name in names if name != "all" and name not in shapes]:
-            known = ", ".join(["all", *shapes])
-            raise UsageError(f"unknown --sizes {unknown[0]!r} for {self.spec.name}; known: {known}")
-        if not names:
-            names = [] if targets else list(self.spec.timed)
-        names = list(shapes) if "all" in names else names
-        optional = tuple(n for n, a in self.spec.args.items() if a.optional)  # the plain operator is what is timed
-        named = [Case(n, "timing", shapes[n], self.dtype, omit=optional) for n in names]
-        return [case for case in targets + named if bench.fits(case)]
+
+def timed_cases(
+    bench: Bench, sizes: str, dtype: str, targets: list[Case], default: tuple[str, ...]
+) -> list[Case]:
+    """The target's own shapes, then the sizes named (without a target: or the default). Raises UsageError."""
+    spec = bench.spec
+    shapes = spec.shapes if bench.on_gpu else spec.cpu_shapes
+    names = [name for name in sizes.split(",") if name]
+    if unknown := [name for name in names if name != "all" and name not in shapes]:
+        known = ", ".join(["all", *shapes])
+        raise UsageError(f"unknown --sizes {unknown[0]!r} for {spec.name}; known: {known}")
+    if not names:
+        names = [] if targets else list(default)
+    names = list(shapes) if "all" in names else names
+    optional = tuple(n for n, a in spec.args.items() if a.optional)  # the plain operator is what is timed
+    named = [Case(n, "timing", shapes[n], dtype, omit=optional) for n in names]
+    found = [case for case in targets + named if bench.fits(case)]
+    if not found:
+        raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
+    return found
 
 
 # ---- from stages and timings to keys --------------------------------------------------------------------------------

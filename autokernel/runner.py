@@ -81,7 +81,7 @@ def serve(sock: socket.socket, memory: int, box: list):
     receive, send = channel(sock)
     handlers = {
         "load": load, "call": call, "launch": launch, "audit": audit, "resources": resources, "replaced": replaced,
-        "compile": compile_only, "profile": profile, "count": count,
+        "compile": compile_only, "profile": profile, "count": count, "use": use,
     }  # fmt: skip
     self = None
     while (request := receive()) is not None:
@@ -140,6 +140,7 @@ def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
     torch.set_grad_enabled(False)
     self = SimpleNamespace(torch=torch, box=box, function=None, last={}, kept={}, inputs={}, seen=[], model=None)
     self.generators = [torch.default_generator]
+    self.loaded, self.hidden, self.compiled_before = {}, False, 0
     self.device = torch.device(request["device"])
     self.on_gpu = self.device.type == "cuda"
     exposed = sibling("exposed")
@@ -274,7 +275,8 @@ def load(self, request: dict):
         self.changed = watch.changed_in(watch.watched(self.torch), new_too=False)
         self.operators = watch.operators_of(self.torch._C._dispatch_dump)
         self.operators_before = self.operators()
-        self.seen = watch.hide()
+        if not self.hidden:
+            self.seen, self.hidden = watch.hide(), True
         module = yield from import_kernel(self, Path(request["path"]))
         name = "ModelNew" if self.model else "kernel_fn"
         (self.function,) = yield from outside(self, step(self, getattr, module, name, None))
@@ -284,14 +286,23 @@ def load(self, request: dict):
             (self.function,) = yield from outside(self, step(self, build, self.function))
     (signature,) = yield from outside(self, step(self, inspect.signature, self.function))
     taken = signature.parameters.items()
+    self.loaded[request.get("path")] = self.function, sys.modules.get("kernel")
     parameters = {n: p.default is p.empty for n, p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     return {"parameters": parameters, "seconds": self.clock() - start}
+
+
+def use(self, request: dict) -> dict:
+    """Go back to a kernel loaded earlier: the variants of a sweep live side by side."""
+    self.function, sys.modules["kernel"] = self.loaded[request["path"]]
+    return {}
 
 
 def import_kernel(self, path: Path):
     # `autokernel.cuda` is there for CUDA kernels; reference.py, the oracle, is not importable
     package = ModuleType("autokernel")
     package.__path__ = [str(ROOT / "autokernel")]
+    if cuda := sys.modules.get("autokernel.cuda"):
+        self.compiled_before = len(cuda.loaded_modules())
     sys.modules["autokernel"] = package
     spec = importlib.util.spec_from_file_location("kernel", path)
     module = importlib.util.module_from_spec(spec)
@@ -550,10 +561,11 @@ def compile_only(self, request: dict) -> dict:
 
 
 def resources(self, request: dict) -> dict:
-    """Registers, spills and shared memory of the compiled kernels, the largest of each."""
+    """Registers, spills and shared memory of what the latest kernel compiled, the largest of each."""
     found = []
     if cuda := sys.modules.get("autokernel.cuda"):
-        found += [kernel for module in cuda.loaded_modules() for kernel in module.resources.values()]
+        latest = cuda.loaded_modules()[self.compiled_before :]
+        found += [kernel for module in latest for kernel in module.resources.values()]
     if self.on_gpu and "triton" in sys.modules:
         from autokernel.cuda import triton_resources
 

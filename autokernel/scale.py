@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -105,9 +106,10 @@ class Gpus:
         todo = [Errand(index, job) for index, job in enumerate(jobs)]
         done: queue.Queue = queue.Queue()
         changed, open_jobs = threading.Condition(), set(range(len(jobs)))
-        for place in self.ids:
-            work = (place, function, todo, open_jobs, changed, done)
-            threading.Thread(target=self._work, args=work, daemon=True).start()
+        work = function, todo, open_jobs, changed, done
+        threads = [threading.Thread(target=self._work, args=(place, *work), daemon=True) for place in self.ids]
+        for thread in threads:
+            thread.start()
         try:
             for _ in jobs:
                 index, result, error = done.get()
@@ -116,8 +118,13 @@ class Gpus:
                 yield index, result
         finally:
             with changed:
+                if open_jobs:  # given up: an answer that comes later must not be taken for the next job's
+                    for process, _ in list(self.processes.values()):
+                        process.kill()
                 open_jobs.clear()
                 changed.notify_all()
+            for thread in threads:
+                thread.join()
 
     def _work(self, place: str, function: str, todo: list[Errand], open_jobs: set[int], changed, done) -> None:
         while True:
@@ -176,9 +183,17 @@ class Gpus:
             self._end(place)
 
 
+def _end_with(parent: int) -> None:
+    """A command that is killed leaves no job running. (PR_SET_PDEATHSIG counts threads of it: too early.)"""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def serve(fd: int, ahead: int) -> None:
     """A GPU's process: do jobs until the other end closes."""
     connection = Connection(fd)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     with launcher(ahead) as mine:
         children.append(mine)
         with contextlib.suppress(EOFError, OSError):

@@ -10,6 +10,7 @@ from typing import Any
 
 from autokernel import ops
 from autokernel.kernelbench import KERNEL_TYPE, bound
+from autokernel.space import constants
 from autokernel.spec import OpSpec
 
 BACKENDS = ("triton", "cuda")
@@ -47,7 +48,7 @@ def read_kernel(path: Path, expected_type: str | None = None) -> KernelSource:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise KernelError(f"{path.name}:{line}: syntax error: {getattr(error, 'msg', error)}") from None
-    values = _constants(tree)
+    values = constants(tree)
     kind = values.get("KERNEL_TYPE")
     if expected_type == KERNEL_TYPE:
         return _model_source(path, data, tree, values)
@@ -82,20 +83,6 @@ def _model_source(path: Path, data: bytes, tree: ast.Module, values: dict[str, A
 
 def _known() -> str:
     return ", ".join(ops.names())
-
-
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Module-level names bound to literals."""
-    found: dict[str, Any] = {}
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
-            if isinstance(target, ast.Name) and getattr(node, "value", None) is not None:
-                try:
-                    found[target.id] = ast.literal_eval(node.value)
-                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    continue
-    return found
 
 
 def _signature(path: Path, tree: ast.Module, spec: OpSpec) -> tuple[str, ...]:

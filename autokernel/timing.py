@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from autokernel.gpu import Calibration, GpuSpec, floor_seconds
@@ -21,6 +21,7 @@ from autokernel.spec import Case
 from autokernel.worker import Worker
 
 REPETITIONS = (12, 40)  # fewest and most timed repetitions of a size
+SLOW = 4  # times the best variant's time: such a variant of a sweep is not worth many repetitions
 CPU_REPETITIONS = (3, 5)  # the interpreter's times mean nothing; they only let the loop be tried
 TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
 ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against PyTorch's output
@@ -97,6 +98,12 @@ class Timing:
     invalid: str = ""
     wait: float = 0.0  # seconds of the wait kernel before each timed call
 
+    @classmethod
+    def of(cls, bench: Bench, case: Case, names: Iterable[str]) -> Timing:
+        """Of a size that is still to be timed."""
+        flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
+        return cls(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in names})
+
     def seconds(self, name: str = "candidate") -> float:
         return statistics.median(self.samples[name].device)
 
@@ -130,19 +137,51 @@ def time_case(
     """Time one size on loaded workers, "candidate" and "baseline" among them."""
     progress(f"timing: {case.label}")
     layout = bench.layout(case)
-    flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
-    timing = Timing(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in workers})
-    repetitions, slow = _warm_up(bench, timing, workers, limits)
+    timing = Timing.of(bench, case, workers)
+    hosts, devices = _warm_up(bench, timing, workers, limits)
     if timing.invalid:
         return timing
+    fewest, most = bench.repetitions or (REPETITIONS if bench.on_gpu else CPU_REPETITIONS)
+    repetitions = max(fewest, min(most, int(TARGET_SECONDS / max(devices["baseline"], 1e-9))))
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
-    plan = [*range(repetitions), *_hard(bench, case, slow)]
+    plan = [*range(repetitions), *_hard(bench, case, slow=not bench.on_gpu and hosts["candidate"] > 0.02)]
     random.SystemRandom().shuffle(plan)
-    answered, looks = bench.draw(case, layout), random.SystemRandom().sample(range(len(plan)), 2)
+    looks = random.SystemRandom().sample(range(len(plan)), 2)
+    _take_turns(bench, timing, workers, limits, plan, oracle, looks)
+    if timing.invalid:
+        return timing
+    if bench.on_gpu:
+        timing.launch_seconds = workers["candidate"].launch_seconds(layout, case.scalars, limits.call)
+    else:
+        timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
+    timing.invalid = _impossible(bench, timing, gpu, calibration)
+    return timing
+
+
+def more_pairs(
+    bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits, repetitions: int, best: float
+) -> None:
+    """Add pairs to a size's samples, taken in the same way and with every output checked: what a sweep's variants get.
+
+    best: seconds of the fastest variant so far; one that takes SLOW times as long gets two pairs. Sets timing.invalid.
+    """
+    _, devices = _warm_up(bench, timing, workers, limits, calls=1)
+    if not timing.invalid:
+        slow = devices["candidate"] > SLOW * best
+        _take_turns(bench, timing, workers, limits, list(range(2 if slow else repetitions)))
+
+
+def _take_turns(bench: Bench, timing: Timing, workers, limits: Limits, plan: list, oracle=(), looks=()) -> None:
+    """The timed calls of a size, all workers in turns, and the candidate's untimed ones (cases) between them.
+
+    oracle: calls that are checked against float64; looks: turns after which replaced functions are looked up.
+    """
+    case = timing.case
+    answered = bench.draw(case, bench.layout(case))
     for turn, step in enumerate(plan):
         timed = not isinstance(step, Case)
         asked = case if timed else step
-        private = bench.draw(asked, layout)
+        private = bench.draw(asked, bench.layout(asked))
         for name in list(workers)[:: 1 if step % 2 else -1] if timed else ["candidate"]:
             # the others get what the candidate has answered before: nobody else ever holds an answer it could use
             content = private if name == "candidate" else answered
@@ -152,18 +191,12 @@ def time_case(
             if name == "candidate":
                 timing.invalid = fault or _wrong(bench, asked, workers[name], private, not timed or step in oracle)
                 if timing.invalid:
-                    return timing
+                    return
             workers[name].taken.clear()
         answered = private
         if turn in looks and (replaced := workers["candidate"].replaced()):
             timing.invalid = REPLACED.format(", ".join(replaced)[:300])
-            return timing
-    if bench.on_gpu:
-        timing.launch_seconds = workers["candidate"].launch_seconds(layout, case.scalars, limits.call)
-    else:
-        timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
-    timing.invalid = _impossible(bench, timing, gpu, calibration)
-    return timing
+            return
 
 
 def _hard(bench: Bench, case: Case, slow: bool) -> list[Case]:
@@ -186,32 +219,39 @@ def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -
     return f"output of a timed call: {fault}" if fault else ""
 
 
-def _warm_up(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits) -> tuple[int, bool]:
-    """Two calls each that the kernels cannot tell from timed ones, and checked like them.
+def _warm_up(
+    bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits, calls: int = 2
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Calls that the kernels cannot tell from timed ones, and checked like them.
 
     Sets the seconds that the wait kernel must hide, the same for every child so that their wall times compare. Returns
-    the number of repetitions, and whether calls are so slow that few must do (Triton's interpreter).
+    host and device seconds of the last call by child.
     """
-    case, base, hosts = timing.case, 1.0, {}
-    for _ in range(2):
+    case = timing.case
+    hosts: dict[str, float] = {}
+    devices: dict[str, float] = {}
+    for _ in range(calls):
         private = bench.draw(case, bench.layout(case))
         for name, worker in workers.items():
             reply, fault = ask_once(bench, worker, case, private, limits)
-            hosts[name] = min(reply["host_s"], 2e-3) if bench.on_gpu else reply["host_s"]
+            hosts[name], devices[name] = reply["host_s"], reply["device_s"]
             if name == "candidate":
                 timing.invalid = fault or _wrong(bench, case, worker, private, True)
-            if name == "baseline":
-                base = reply["device_s"]
             if timing.invalid:
-                return 0, False
-    timing.wait = 1.5 * max(hosts.values()) + 30e-6
-    fewest, most = bench.repetitions or (REPETITIONS if bench.on_gpu else CPU_REPETITIONS)
-    slow = not bench.on_gpu and hosts["candidate"] > 0.02
-    return max(fewest, min(most, int(TARGET_SECONDS / max(base, 1e-9)))), slow
+                return hosts, devices
+    timing.wait = 1.5 * max(min(s, 2e-3) if bench.on_gpu else s for s in hosts.values()) + 30e-6
+    return hosts, devices
 
 
 def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: Calibration | None) -> str:
     """Why a time cannot be true: under the physical floor, or under what the judge's own clock allows."""
+    return below_floor(bench, timing, gpu, calibration) or (
+        _hidden_on_gpu(timing) if bench.on_gpu else _hidden_on_cpu(timing)
+    )
+
+
+def below_floor(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: Calibration | None) -> str:
+    """Why a time is under what the hardware could do; "" if it is not."""
     case, seconds = timing.case, timing.seconds()
     if bench.on_gpu:
         floor = floor_seconds(
@@ -223,7 +263,7 @@ def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: 
         floor = CPU_FLOOR_S + timing.bytes / CPU_FLOOR_BANDWIDTH
     if seconds < floor:
         return f"{seconds * 1e6:.3g} us is below the physical floor of {floor * 1e6:.3g} us"
-    return _hidden_on_gpu(timing) if bench.on_gpu else _hidden_on_cpu(timing)
+    return ""
 
 
 def _hidden_on_gpu(timing: Timing) -> str:
