@@ -121,11 +121,6 @@ def age() -> float:
     return 0.0
 
 
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def compilers() -> int:
     """Children that compile a new kernel side by side."""
     return min(6, (os.cpu_count() or 1) // 2 - 1)
