@@ -58,7 +58,7 @@ def main() -> int:
         values = verified(args, given)
     except (VerifyError, models.ModelError, KernelError, TargetError, CallFault) as error:
         return could_not(str(error))
-    except Exception as error:  # whatever a model or a kernel raises: it is no verdict, and not status 1
+    except (Exception, SystemExit) as error:  # whatever a model or a kernel raises is no verdict, and not status 1
         if os.environ.get("AUTOKERNEL_TRACEBACK"):
             raise
         return could_not(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; AUTOKERNEL_TRACEBACK=1 in the "

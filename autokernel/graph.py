@@ -268,6 +268,10 @@ class Capture:
                 self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return self(*args, **kwargs)
 
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """A call like an earlier one, without what only a first one needs: setting limits takes as long as a kernel."""
+        return self._compiled(*args, **kwargs)
+
     def release(self) -> None:
         """Leave the model as it was found."""
         for part in self._parts:
