@@ -58,7 +58,7 @@ def main() -> int:
         values = verified(args, given)
     except (VerifyError, models.ModelError, KernelError, TargetError, CallFault) as error:
         return could_not(str(error))
-    except Exception as error:  # whatever a model or a kernel raises: it is no verdict, and not status 1
+    except (Exception, SystemExit) as error:  # whatever a model or a kernel raises is no verdict, and not status 1
         if os.environ.get("AUTOKERNEL_TRACEBACK"):
             raise
         return could_not(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; AUTOKERNEL_TRACEBACK=1 in the "
@@ -141,7 +141,7 @@ def modes(found: dict[str, dict[str, Any]], number: Callable[[Any], str]) -> lis
     lines = [f"{'launch mode':<31} PyTorch ms    ours ms   speedup  kernels"]
     for mode, m in found.items():
         speed = f"{m['speedup']:.3f}" if "ours_device_ms" in m else "n/a"
-        used = f"{len(m['used'])}" if m["used"] else "0: PyTorch's own is faster"
+        used = f"{len(m['used'])}" if m["used"] else "none pays"
         lines.append(f"{mode:<31} {number(m['pytorch_ms']):>10}  {number(m['ours_ms']):>9}  {speed:>8}  {used}")
     return lines
 

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -296,7 +297,7 @@ class Applied:
         why, signature = _why_original(self.model, args, kwargs), (_signature(args), _signature(kwargs))
         known = self._signatures.get(signature)
         if not why and known:
-            return self.capture(*args, **kwargs)
+            return self.capture.again(*args, **kwargs)
         if not why and known is None and list(self._signatures.values()).count(False) < UNSERVED_SHAPES:
             return self._first(signature, args, kwargs)
         self.originals[why or "no kernel for inputs of this shape"] += 1
@@ -372,7 +373,7 @@ class Applied:
             served = self._tried(graph, choice)
             calls = {s: _counted(self.routes[s.key], choice[s.key].function) for s in served}
             operators = {s: _operator(choice[s.key], s, self.routes[s.key]) for s in served}
-            self._made[made] = _Module(sites.replace(graph, calls), sites.replace(graph, operators), served)
+            self._made[made] = _Module(_quick(sites.replace(graph, calls)), sites.replace(graph, operators), served)
         return self._made[made]
 
     def _tried(self, graph: Graph, choice: Choice) -> list[Site]:
@@ -410,6 +411,18 @@ class Applied:
 # ---- kernels as a graph calls them ----------------------------------------------------------------------------------
 
 
+def _quick(module: fx.GraphModule) -> Callable:
+    """The module's forward, by PyTorch's own bindings: calling an operator through torch.ops takes longer to launch."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+            name = node.target._schema.name.partition("::")[2]
+            bindings = (getattr(place, name, None) for place in (torch, torch._C._nn, torch.Tensor))
+            own = [b for b in bindings if b and not isinstance(b, FunctionType)]  # generated from the same schema
+            node.target = own[0] if own else node.target
+    module.recompile()
+    return module.forward
+
+
 def _counted(route: Route, function: Callable) -> Callable:
     def call(**arguments: Any) -> torch.Tensor:
         route.calls += 1
@@ -432,7 +445,7 @@ def _checked(kernel: Kernel, site: Site, route: Route, moved: set[Site]) -> Call
             return site.spec.baseline(**arguments)
         try:
             out = kernel.function(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CallFault(kernel, site, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
         want = site.result
         if not isinstance(out, torch.Tensor) or (out.shape, out.dtype) != (want.shape, want.dtype):

@@ -279,6 +279,10 @@ class Capture:
                 self.problem = one_line(error)
         return self(*args, **kwargs)
 
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """A call like an earlier one, without what only a first one needs: setting limits takes as long as a kernel."""
+        return self._compiled(*args, **kwargs)
+
     def release(self) -> None:
         """Leave the model as it was found."""
         for part in self._parts:
