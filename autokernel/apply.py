@@ -224,15 +224,16 @@ class Applied:
     """A model whose forward pass calls kernels: what `Kernels.apply` returns.
 
     verifying: look for sites without a kernel too, and keep what `choose` needs. strict: raise CallFault for a kernel
-    that does not run in the model; else it is left out and `failed` says why.
+    that does not run in the model; else it is left out and `failed` says why. allow: raises for sites that kernels must
+    not be called at, before they are.
     """
 
     def __init__(
         self, model: torch.nn.Module, kernels: Kernels, verifying: bool = False, strict: bool = True,
-        progress: Callable[[str], None] = lambda text: None,
+        progress: Callable[[str], None] = lambda text: None, allow: Callable[[list[Site]], None] = lambda sites: None,
     ):  # fmt: skip
         self.model, self.kernels, self.progress, self.strict = model, kernels, progress, strict
-        self.verifying = verifying
+        self.verifying, self.allow = verifying, allow
         self.original = model.forward
         self.capture = Capture(model, self.original, self._prepare)
         self.routes: dict[str, Route] = {}
@@ -381,6 +382,7 @@ class Applied:
         moved: set[Site] = set()
         while True:
             served = self._disjoint(graph, choice)
+            self.allow(served)
             calls = {s: _checked(choice[s.key], s, self.routes[s.key], moved) for s in served}
             try:
                 with torch.no_grad():

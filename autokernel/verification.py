@@ -136,7 +136,7 @@ class Verification:
         self.on_gpu = loaded.device.type == "cuda"
         self.notes = [*loaded.notes, *kernels.notes]
         self.snapshot = Snapshot(loaded.model)
-        self.applied = Applied(loaded.model, kernels, True, not options.starters, progress)
+        self.applied = Applied(loaded.model, kernels, True, not options.starters, progress, self._interpretable)
         self.rows: dict[str, dict[str, Any]] = {}  # key of sites -> what is said of them
         self.total_us: float | None = None  # device time of a forward pass
         self.estimate: float | None = None
@@ -239,14 +239,16 @@ class Verification:
             if route.sites:
                 self.rows[route.key] = self._row(route)
         self._require(self.choice)
-        work = sum(s.flops for s in self.applied.served)
-        if not self.on_gpu and work > INTERPRETED_FLOPS:
-            raise VerifyError(f"{work:.1e} FLOPs of kernels take too long in Triton's interpreter (limit "
-                              f"{INTERPRETED_FLOPS:.0e}): give a smaller --input-shape or a smaller model")  # fmt: skip
         if self.on_gpu:
             self._in_place()
         faults = {name: fault for (_, name), fault in self.applied.failed.items()}
         self.notes += [f"left out: {fault}" for fault in faults.values()]
+
+    def _interpretable(self, served: list[sites.Site]) -> None:
+        work = sum(s.flops for s in served)
+        if self.loaded.device.type == "cpu" and work > INTERPRETED_FLOPS:
+            raise VerifyError(f"{work:.1e} FLOPs of kernels take too long in Triton's interpreter (limit "
+                              f"{INTERPRETED_FLOPS:.0e}): give a smaller --input-shape or a smaller model")  # fmt: skip
 
     def _first(self, site: sites.Site) -> Kernel:
         return self.applied.usable(self.applied.routes[site.key])[0]

@@ -449,6 +449,14 @@ def test_verify_of_a_night(night, run):
     assert max(map(len, out.splitlines()[:-1])) <= 100
 
 
+def test_what_the_interpreter_would_take_hours_for_is_not_begun(starters, monkeypatch):
+    monkeypatch.setattr(verification, "INTERPRETED_FLOPS", 1e3)
+    model, ids = tiny()
+    kernels = starters(matmul="raise AssertionError('called')")
+    with pytest.raises(apply.VerifyError, match="too long in Triton's interpreter.*smaller --input-shape"):
+        verification.Verification(Loaded(model, "GPT2", (ids,)), kernels, verification.Options(), print).run()
+
+
 def test_zero_replaced_calls_are_an_error(night, run):
     workspace = night("Two")
     status, _, err = run("verify", "--no-compile", "--input-shape", "9,32")
@@ -588,8 +596,8 @@ def test_a_starter_slower_than_pytorch_is_left(starters, clock):
 
 
 def test_in_place_the_slower_one_is_left(starters, clock):
-    """Times of PyTorch's own profiler: an attention that does its work ten times over, and what lies inside of it."""
-    slow = "out = [F.scaled_dot_product_attention(Q, K, V, is_causal=causal) for _ in range(10)]\n    return out[0]"
+    """Times of PyTorch's own profiler: an attention that does its work many times over, and what lies inside of it."""
+    slow = "out = [F.scaled_dot_product_attention(Q, K, V, is_causal=causal) for _ in range(200)]\n    return out[0]"
     model, ids = tiny()
     values = InPlace(model, ids, starters(flash_attention=slow), {}).run()
     rows = {r["op"]: r for r in values["rows"]}
