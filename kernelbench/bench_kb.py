@@ -80,6 +80,7 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
     from autokernel import report
     from autokernel.gpu import GpuTableError
     from autokernel.kbjudge import KEYS, ProblemOptions, judge_problem
+    from autokernel.records import RecordError
     from autokernel.run import GpuBusy, HarnessFailure, UsageError
 
     names = ("kernel", "quick", "correctness_only", "n_trials", "n_timed", "atol", "rtol", "precision", "best",
@@ -90,11 +91,11 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
             options = ProblemOptions(**{name: getattr(args, name) for name in names})
             say = lambda text: print(f"bench_kb.py: {text}", file=sys.stderr, flush=True)  # noqa: E731
             record = judge_problem(problem, options, children, progress, harness, say, age())
-    except (UsageError, GpuBusy, HarnessFailure, GpuTableError) as error:
+        record.write()
+        note(problem, record.values, args.kernel, keep_best=not planned(problem))
+    except (UsageError, GpuBusy, HarnessFailure, GpuTableError, RecordError, OSError) as error:
         print(f"bench_kb.py: {error}", file=sys.stderr)
         return 2
-    record.write()
-    note(problem, record.values, args.kernel, keep_best=not planned(problem))
     print(json.dumps(record.values, indent=1) if args.json else report.block(record.values, KEYS))
     if args.traceback and record.values.get("traceback"):
         print(record.values["traceback"], file=sys.stderr)
