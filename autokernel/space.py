@@ -17,6 +17,7 @@ from typing import Any
 
 Config = dict[str, Any]
 ELITES = 6  # variants that the search breeds from
+MOST_VALUES = 10_000  # of one name
 EXPLORE = 0.15  # share of proposals drawn at random, so that a landscape of several valleys is not missed
 
 
@@ -118,7 +119,10 @@ def _read(part: str, name: str, config: Config) -> list[Any]:
     """A value as it stands on the command line, in the type that CONFIG has: 128, 2..5, true, evict_first."""
     kind = type(config.get(name))
     if found := re.fullmatch(r"(-?\d+)\.\.(-?\d+)", part):
-        return list(range(int(found[1]), int(found[2]) + 1))
+        low, high = int(found[1]), int(found[2])
+        if high - low > MOST_VALUES:
+            raise SpaceError(f"--sweep {name}={part}: more than {MOST_VALUES} values; list those that differ in time")
+        return list(range(low, high + 1))
     if kind is str:
         return [part]
     try:

@@ -110,6 +110,7 @@ BAD = {
     "M": "'M' is no range; write NAME=1,2,4",
     "M=": "M is int in CONFIG \\(128\\), not ''",
     "M=5..2": "M needs a list of values",
+    "M=1..999999999999": "more than 10000 values",
     "nowhere.json": "nowhere.json: .*No such file",
 }
 
