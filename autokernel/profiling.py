@@ -8,6 +8,7 @@ operator events take the place of kernels.
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import tempfile
@@ -28,6 +29,8 @@ from autokernel.graph import VIEWS, Capture, Graph, View, flops, module_path, na
 from autokernel.models import Loaded
 from autokernel.sites import Found, Site, described, find
 from autokernel.spec import dtype_name
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own notes would stand between the lines of a report
 
 RANGE = "autokernel::"
 FORWARD = RANGE + "forward"
