@@ -29,19 +29,19 @@ step extract.py --top 6
 
 printf '\n== 2. The loop: next, edit, bench, record ==\n'
 step orchestrate.py start tour
-step orchestrate.py next rmsnorm
+step orchestrate.py next
 step bench.py
 step orchestrate.py record -m "starter"
 
 printf '\n-- an idea that changes nothing: it is reverted --\n'
-sed 's/"TILE": 8192/"TILE": 4096/' kernel.py > edited && mv edited kernel.py
+echo '# a comment makes nothing faster' >> kernel.py
 step bench.py
-step orchestrate.py record -m "half the tile"
+step orchestrate.py record -m "a comment"
 
 printf '\n-- an idea that is wrong: it is refused, written down, and reverted --\n'
-sed 's/tl.sum(x \* x, 1) \/ n + eps/tl.sum(x * x, 1) \/ (n + 1) + eps/' kernel.py > edited && mv edited kernel.py
+sed 's/return out/return out * 1.01/' kernel.py > edited && mv edited kernel.py
 wrong bench.py
-step orchestrate.py record -m "divide by n + 1"
+step orchestrate.py record -m "one per cent more of everything"
 step orchestrate.py history
 step orchestrate.py report
 
@@ -50,7 +50,7 @@ printf '\n$ uv run verify.py\n'
 $python verify.py || [ $? -eq 1 ] # 1: right, not faster, which is what a CPU can say
 
 printf '\n== 4. Publish ==\n'
-step export_hf.py --name tour-rmsnorm --license mit --output export
+step export_hf.py --name tour-kernel --license mit --output export
 ls export/*
 
 printf '\nThat was the tour. Next: program.md for an agent, docs/getting-started.md for you.\n'
