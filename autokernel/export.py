@@ -426,6 +426,7 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
 
     {"folder", "variants", "refusal", "validated": variant -> "passed" or why it was not run, "note"}.
     """
+    output = output.absolute()  # its own tests run in it
     if output.exists():
         raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
     record, refusal = verdict(source)

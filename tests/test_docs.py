@@ -34,7 +34,7 @@ def clone(tmp_path):
 def run(folder: Path, *command: str) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("AUTOKERNEL_", "PYTEST"))}
     environment |= {"AUTOKERNEL_CACHE": os.environ["AUTOKERNEL_CACHE"], "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -104,10 +104,10 @@ def test_documented_scripts_and_options_exist():
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.timeout(900)
 def test_the_tour(clone):
     """examples/tour.sh from end to end, as a newcomer without a GPU runs it."""
-    environment = {"PYTHON": sys.executable}
-    said = run(clone, "env", *(f"{k}={v}" for k, v in environment.items()), "sh", "examples/tour.sh")
+    said = run(clone, "env", f"PYTHON={sys.executable}", "sh", "examples/tour.sh")
     decisions = re.findall(r"^decision: +(\w+)$", said, re.M)
     assert decisions == ["BASELINE", "REVERT", "REVERT"] and "That was the tour." in said
     assert re.search(r"^correct: +yes", said, re.M)
