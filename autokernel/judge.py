@@ -6,7 +6,8 @@ It owns inputs, oracle, comparison and outcome, and never imports the kernel. Se
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,8 +59,7 @@ class Bench:
     def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
         self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
-        self.generator = fresh_generator(device)
-        self.noise = fresh_generator(device)
+        self.generator = self.noise = None  # of the content that is drawn next, and of the noise around it
         l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.on_gpu else 0
         self.flush_bytes = max(3 * l2, 1 << 25) if self.on_gpu else 0
 
@@ -78,6 +78,8 @@ class Bench:
 
     def draw(self, case: Case, layout: Layout) -> torch.Tensor:
         """The judge's private copy of an input region: fresh content, noise between the tensors."""
+        # each content from a seed of its own: what was seen of earlier ones says nothing about it
+        self.generator, self.noise = fresh_generator(self.device), fresh_generator(self.device)
         private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
         private.random_(0, 256, generator=self.noise)
         fill(self.spec, case, layout.views(private), self.generator)
@@ -121,9 +123,12 @@ class Bench:
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
-    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> dict[str, Any]:
+    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> float:
+        """Have the child import its kernel; returns the seconds that took."""
         worker.share(self.flush_bytes, START_SECONDS, confined)
-        return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+        began = time.perf_counter()
+        worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+        return time.perf_counter() - began
 
     def stage_fresh(self, worker: Worker, case: Case) -> Layout:
         """Stage content for a call whose output nobody will compare; returns the case's layout."""
@@ -201,16 +206,21 @@ def ask_once(
     return reply, fault
 
 
-def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
-    """What is wrong with the values of the last call's output; the right ones are computed only now.
+def values_compared(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> Comparison:
+    """The last call's output against the right values, which are computed only now.
 
     So until the answer came, the right answer to these inputs existed nowhere; and the arena is looked at again after.
     """
     layout = bench.layout(case)
     result = bench.judged(case, layout, private, worker.output(layout))
     if result.ok and not worker.output_settled(layout):
-        return "output was written after the call had been answered: work was left running"
-    return result.reason
+        return replace(result, reason="output was written after the call had been answered: work was left running")
+    return result
+
+
+def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
+    """What is wrong with the values of the last call's output; "" if nothing."""
+    return values_compared(bench, worker, case, private).reason
 
 
 def call_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
@@ -315,12 +325,29 @@ def _fault_of(bench, worker, case, limits, replies, declared_nondeterministic) -
     return call_fault(bench, worker, case, limits, replies)
 
 
+def as_timed(spec: OpSpec, accepts: set[str], timed: list[Case]) -> list[Case]:
+    """Options and layouts at the sizes that are timed: all at the one that stands for the operator, some elsewhere."""
+    layouts = dict.fromkeys(layout for a in spec.args.values() for layout in a.layouts)
+    options = [{"layout": layout} for layout in layouts]
+    options += [{"scalars": variant} for variant in spec.variants if set(variant) <= accepts]
+    found: list[Case] = []
+    main = next((case for case in timed if case.name == spec.primary), None)
+    for case in timed if options else ():
+        chosen = options if case is main else [random.SystemRandom().choice(options)]
+        found += [replace(case, stage="edge_cases", **option) for option in chosen]
+    return found
+
+
 def correctness_cases(
-    bench: Bench, source: KernelSource, primary: list[Case], dtype: str
+    bench: Bench, source: KernelSource, primary: list[Case], dtype: str, timed: Sequence[Case] = ()
 ) -> tuple[list[Case], list[str]]:
-    """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU."""
+    """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU.
+
+    timed: named sizes that will be timed.
+    """
     accepts = set(source.parameters) & set(bench.spec.optional_names())
     cases = bench.spec.cases(bench.on_gpu, accepts, random.SystemRandom(), dtype)
+    cases += as_timed(bench.spec, accepts, list(timed))
     if primary:
         smoke = [replace(primary[0], stage="smoke_test")]
         cases = smoke + [c for c in cases if c.stage != "smoke_test"]

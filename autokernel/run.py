@@ -133,10 +133,11 @@ class _Session:
         bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
         primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
-        cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
+        timed = self._timed_cases(bench, primary)
+        named = [case for case in timed if case not in primary]
+        cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype, named)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
-        timed = self._timed_cases(bench, primary)
         # read before the kernel runs: nothing it does can move the physical floor
         self.gpu = gpu.detect() if bench.on_gpu else None
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
@@ -156,7 +157,7 @@ class _Session:
         values: dict[str, Any] = {}
         try:
             self.progress("starting")
-            loaded = bench.load_kernel(workers["candidate"], self.limits)
+            load_seconds = bench.load_kernel(workers["candidate"], self.limits)
             self.lap("start")
             if self.source.backend == "cuda" and not bench.on_gpu:
                 return self._compiled_only(workers["candidate"])
@@ -164,7 +165,7 @@ class _Session:
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
                 lambda: self._compile_ahead(bench, workers["candidate"], cases),
             )  # fmt: skip
-            values["compile_seconds"] = loaded["seconds"] + (replies[0]["host_s"] if replies else 0.0)
+            values["compile_seconds"] = load_seconds + (replies[0]["host_s"] if replies else 0.0)
         except WorkerFailure as failure:
             stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
             stages[0].failures.append(f"loading kernel.py: {failure}")

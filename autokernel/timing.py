@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autokernel.compare import compare
 from autokernel.gpu import Calibration, GpuSpec, floor_seconds
-from autokernel.judge import Bench, Limits, ask_once, value_fault
+from autokernel.judge import Bench, Limits, ask_once, values_compared
 from autokernel.spec import Case
 from autokernel.worker import Worker
 
@@ -97,6 +97,7 @@ class Timing:
     launch_seconds: float = 0.0  # host time of one call among many back to back
     invalid: str = ""
     wait: float = 0.0  # seconds of the wait kernel before each timed call
+    usual: float = 0.0  # the rms error that PyTorch makes in this case
 
     def seconds(self, name: str = "candidate") -> float:
         return statistics.median(self.samples[name].device)
@@ -151,7 +152,7 @@ def time_case(
             if timed:
                 timing.samples[name].add(reply)
             if name == "candidate":
-                timing.invalid = fault or _wrong(bench, asked, workers[name], private, not timed or step in oracle)
+                timing.invalid = fault or _wrong(bench, asked, workers[name], private, timing, not timed or step in oracle)
                 if timing.invalid:
                     return timing
         answered = private
@@ -159,7 +160,12 @@ def time_case(
             timing.invalid = REPLACED.format(", ".join(replaced)[:300])
             return timing
     if bench.on_gpu:
+        private = bench.draw(case, layout)
+        workers["candidate"].stage(layout, private)
         timing.launch_seconds = workers["candidate"].launch_seconds(layout, case.scalars, limits.call)
+        if fault := _wrong(bench, case, workers["candidate"], private, timing, True):
+            timing.invalid = f"one of many calls back to back: {fault}"
+            return timing
     else:
         timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
     timing.invalid = _impossible(bench, timing, gpu, calibration)
@@ -177,17 +183,21 @@ def _hard(bench: Bench, case: Case, slow: bool) -> list[Case]:
     return [replace(case, stage="numerical_stability", content=content) for content in contents]
 
 
-def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -> str:
+def _wrong(bench: Bench, case: Case, worker: Worker, private, timing: Timing, by_oracle: bool) -> str:
     """What is wrong with the values of a timed call; "" if nothing."""
     if by_oracle:
-        fault = value_fault(bench, worker, case, private)
+        result = values_compared(bench, worker, case, private)
+        fault = result.reason
+        if case is timing.case:
+            timing.usual = max(timing.usual, result.usual)
     else:
         layout = bench.layout(case)
         torch_out = bench.yardstick(case, layout, private)
         # a cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider
         fault = compare(
             worker.output(layout), torch_out.double(), depth=bench.spec.depth(case.size),
-            factor=4 * bench.spec.tolerance, allow_tf32=bench.allow_tf32,
+            factor=4 * bench.spec.tolerance, rms_factor=bench.spec.rms_factor, allow_tf32=bench.allow_tf32,
+            usual=timing.usual,
         ).reason  # fmt: skip
     return f"output of a timed call: {fault}" if fault else ""
 
@@ -205,7 +215,7 @@ def _warm_up(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: L
             reply, fault = ask_once(bench, worker, case, private, limits)
             hosts[name] = min(reply["host_s"], 2e-3) if bench.on_gpu else reply["host_s"]
             if name == "candidate":
-                timing.invalid = fault or _wrong(bench, case, worker, private, True)
+                timing.invalid = fault or _wrong(bench, case, worker, private, timing, True)
             if name == "baseline":
                 base = reply["device_s"]
             if timing.invalid:

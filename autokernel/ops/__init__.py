@@ -32,6 +32,7 @@ NORM_CONTENTS = {
         "offset": "offset",
         "mixed_scale": "wide",
         "spike": "spike",
+        "needle": "needle",
         "swamp": "swamp",
         "constant": "constant_rows",
         "tiny": "tiny",

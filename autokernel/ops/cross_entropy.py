@@ -80,6 +80,7 @@ SPEC = OpSpec(
         "offset": {"logits": "offset"},
         "constant": {"logits": "constant_rows"},
         "spike": {"logits": "spike"},
+        "needle": {"logits": "needle"},
         "swamp": {"logits": "swamp_exp"},
         "flat": {"logits": "tiny"},
         "ignored": {"logits": "normal", "targets": "some_ignored"},

@@ -219,6 +219,7 @@ SPEC = OpSpec(
         "offset_values": {"Q": "normal", "K": "normal", "V": "offset"},
         "flat": {"Q": "tiny", "K": "normal", "V": "normal"},
         "sharp": {"Q": "spike", "K": "normal", "V": "normal"},
+        "loud_keys": {"Q": "normal", "K": "loud_rows", "V": "normal"},
         "same_keys": {"Q": "normal", "K": "repeat_rows", "V": "normal"},
     },
     sites={"scaled_dot_product_attention": _sdpa, "softmax": _written_out, "_softmax": _written_out},

@@ -133,6 +133,7 @@ SPEC = OpSpec(
         "positive": {"x": "positive"},
         "mixed_scale": {"x": "mild"},
         "spike": {"x": "spike"},
+        "needle": {"x": "needle"},
         "tiny": {"x": "tiny"},
     },
     sites=dict.fromkeys(("linear", "mm", "matmul"), _gated),

@@ -107,6 +107,8 @@ SPEC = OpSpec(
         "mixed_scale": {"A": "wide", "B": "normal"},
         "cancel": {"A": "cancel", "B": "repeat"},
         "spike": {"A": "spike", "B": "normal"},
+        "overflow": {"A": "near_max", "B": "normal"},
+        "needle": {"A": "needle", "B": "normal"},
         "tiny": {"A": "tiny", "B": "normal"},
     },
     exact="ints",

@@ -62,7 +62,7 @@ SPEC = OpSpec(
     cpu_shapes={
         "small": {"shape": (16, 128)},
         "medium": {"shape": (16, 1000)},
-        "large": {"shape": (32, 2048)},
+        "large": {"shape": (16, 2048)},
         "vocab_50257": {"shape": (2, 50257)},
     },
     cpu_edges={
@@ -82,6 +82,8 @@ SPEC = OpSpec(
         "mixed_scale": "wide",
         "cancel": "cancel",
         "spike": "spike",
+        "needle": "needle",
+        "overflow": "near_max",
         "swamp": "swamp",
     },
     exact="ints",

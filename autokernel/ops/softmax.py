@@ -89,6 +89,7 @@ SPEC = OpSpec(
         "constant": "constant_rows",
         "masked": "masked",
         "spike": "spike",
+        "needle": "needle",
         "outliers": "outliers",
         "swamp": "swamp_exp",
         "flat": "tiny",
