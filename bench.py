@@ -26,13 +26,14 @@ for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is n
     for compiled in Path(__file__).parent.glob(place):
         shutil.rmtree(compiled, ignore_errors=True)
 
+from autokernel.cli import Parser  # noqa: E402
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
 from autokernel.process import age, launcher, wanted  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
     p.add_argument("--sizes", default="", metavar="NAMES", help="all, or names of the operator's sizes: medium,large")
     p.add_argument("--dtype", default="", choices=["", "fp16", "bf16", "fp32"], help="dtype of the timed sizes")

@@ -15,11 +15,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from autokernel.cli import Parser
 from autokernel.paths import repo_root, workspace
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--name", required=True, help="name of the project; with --all its beginning: NAME-<operator>")
     which = p.add_mutually_exclusive_group()
     which.add_argument("--kernel", type=Path, help="kernel file (default: kernel.py)")

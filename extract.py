@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autokernel.cli import Parser
 from autokernel.paths import atomic_write, repo_root, workspace
 from autokernel.tables import cells, table, width, wrapped
 
@@ -32,7 +33,7 @@ class ExtractError(ValueError):
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--top", type=int, default=5, metavar="N", help="the N targets with the largest share (default: 5)")
     p.add_argument("--kernel-type", metavar="OP", help="only targets of one operator")
     p.add_argument("--backend", choices=list(STARTERS), default="triton", help="the starter's language")

@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import fields
 
+from autokernel.cli import Parser  # isort: skip  (says what is missing before anything else misses it)
 from autokernel import digest, keep
 from autokernel.driver import Driver
 from autokernel.gitkeep import GitError, Repo
@@ -23,7 +24,7 @@ from autokernel.records import Ledger, RecordError
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     start = commands.add_parser("start", help="begin a run, or continue it: branch autokernel/<tag>")
     start.add_argument("tag", help="name of the run")
@@ -75,32 +76,30 @@ def main() -> int:
 
 
 def answer(args: argparse.Namespace) -> str:
-    match args.command:
-        case "start":
-            said = Repo.here().start(args.tag)
-            Rules.change(vars(args))
-            return f"{said}\nnext: uv run orchestrate.py next"
-        case "next":
-            return digest.next_up(*keep.choose(args.name))
-        case "record":
-            return digest.recorded(*keep.record(args.message, args.simpler))
-        case "skip" | "revisit" | "reset":
-            row, _ = keep.control(args.command, args.name, args.message)
-            return f"{row.decision} {row.target or row.kernel_type}\nnext: uv run orchestrate.py next"
-        case "run":
-            Rules.change(vars(args))
-            driver = Driver(args.agent, args.hours, args.max_experiments, args.max_cost_per_win, args.stall_minutes,
-                            args.pause)  # fmt: skip
-            return f"{driver.run()}\nnext: uv run orchestrate.py report"
+    if args.command == "start":
+        said = Repo.here().start(args.tag)
+        Rules.change(vars(args))
+        return f"{said}\nnext: uv run orchestrate.py next"
+    if args.command == "next":
+        return digest.next_up(*keep.choose(args.name))
+    if args.command == "record":
+        return digest.recorded(*keep.record(args.message, args.simpler))
+    if args.command in ("skip", "revisit", "reset"):
+        row, _ = keep.control(args.command, args.name, args.message)
+        return f"{row.decision} {row.target or row.kernel_type}\nnext: uv run orchestrate.py next"
+    if args.command == "run":
+        Rules.change(vars(args))
+        driver = Driver(args.agent, args.hours, args.max_experiments, args.max_cost_per_win, args.stall_minutes,
+                        args.pause)  # fmt: skip
+        return f"{driver.run()}\nnext: uv run orchestrate.py report"
     night = Night.read(Ledger(), Repo.here().tag())
-    match args.command:
-        case "plan":
-            return digest.plan(night)
-        case "status":
-            return digest.status(night)
-        case "history":
-            asked = night, args.kernel, args.failed
-            return json.dumps(digest.as_json(*asked), indent=1) if args.json else digest.history(*asked)
+    if args.command == "plan":
+        return digest.plan(night)
+    if args.command == "status":
+        return digest.status(night)
+    if args.command == "history":
+        asked = night, args.kernel, args.failed
+        return json.dumps(digest.as_json(*asked), indent=1) if args.json else digest.history(*asked)
     from autokernel import nightreport  # matplotlib takes a second
 
     return nightreport.write(night)

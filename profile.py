@@ -25,6 +25,7 @@ else:
     import time
     from pathlib import Path
 
+    from autokernel.cli import Parser  # isort: skip  (says what is missing before anything else misses it)
     import torch
 
     from autokernel import models, profiling, report, tables
@@ -32,7 +33,7 @@ else:
 
 
 def parser() -> "argparse.ArgumentParser":
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     models.add_options(p)
     o = p.add_argument_group("output")
     o.add_argument("--top", type=int, default=25, metavar="N", help="rows to print (default: 25); the file has all")

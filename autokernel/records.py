@@ -194,7 +194,7 @@ class Ledger:
             if header not in ((), COLUMNS):
                 raise self._error(f"has {len(header)} columns where this version writes {len(COLUMNS)}", aside=True)
             if same := [cells["experiment"] for cells in rows if row.run_id and cells["run_id"] == row.run_id]:
-                raise self._error(f"run {row.run_id} is experiment {same[0]} already; measure again: python bench.py")
+                raise self._error(f"run {row.run_id} is experiment {same[0]} already; measure again: uv run bench.py")
             number = max((int(cells["experiment"]) for cells in rows), default=0) + 1
             if source is not None:
                 self._save_attempt(number, source, record or {}, extra or {})
@@ -350,9 +350,9 @@ class RunRecord:
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise RecordError(f"{path} does not exist: nothing was measured yet; run: python bench.py") from None
+            raise RecordError(f"{path} does not exist: nothing was measured yet; run: uv run bench.py") from None
         except (OSError, ValueError) as error:
-            raise RecordError(f"{path} is not a readable record ({error}); run again: python bench.py") from None
+            raise RecordError(f"{path} is not a readable record ({error}); run again: uv run bench.py") from None
         return cls(values if isinstance(values, dict) else {})._checked(str(path))
 
     def write(self, path: Path | None = None) -> Path:
@@ -374,10 +374,10 @@ class RunRecord:
 
     def _checked(self, where: str) -> RunRecord:
         if missing := [key for key in self.CORE if key not in self.values]:
-            raise RecordError(f"{where}: no {', '.join(missing)}; run again: python bench.py")
+            raise RecordError(f"{where}: no {', '.join(missing)}; run again: uv run bench.py")
         if self.values["schema"] != SCHEMA:
             raise RecordError(f"{where}: schema {self.values['schema']!r}, this version reads {SCHEMA}; "
-                              "run again: python bench.py")
+                              "run again: uv run bench.py")
         if self.values["outcome"] not in OUTCOMES:
             raise RecordError(f"{where}: outcome {self.values['outcome']!r} is none of {', '.join(OUTCOMES)}")
         return self

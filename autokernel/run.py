@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from autokernel import calibrate as calibration_run
 from autokernel import counters, gpu, integrity, ops
 from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
 from autokernel.paths import atomic_write, cache_dir, workspace
@@ -398,5 +397,7 @@ def calibrate() -> gpu.Calibration:
     device = gpu.detect()
     if device is None:
         raise UsageError("--calibrate measures a GPU and there is none here")
+    from autokernel.calibrate import calibrate as measure  # Triton, which a run of the judge leaves to its children
+
     with gpu_lock(torch.device("cuda")):
-        return calibration_run.calibrate(device)
+        return measure(device)

@@ -57,3 +57,13 @@ def test_the_tenth_operator_of_the_page(clone):
     tests = ("tests/test_silu_mul.py", "tests/test_spec.py", "tests/test_controls.py")
     assert " passed" in run(clone, sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", "silu_mul", *tests)
     run(clone, sys.executable, "-m", "ruff", "check", "--quiet", ".")
+
+
+def test_troubleshooting_quotes_what_the_code_says():
+    """Each quoted message of the symptom column is a piece of a string in our sources."""
+    sources = " ".join(p.read_text() for folder in ("autokernel", ".") for p in sorted((ROOT / folder).glob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    quoted = [words for row in rows for text in re.findall(r"`([^`]+)`", row) for words in text.split(" ... ")]
+    missing = [words for words in quoted if re.sub(r" \S+\.py$", "", words) not in sources]
+    assert len(quoted) > 15 and not missing

@@ -1,0 +1,34 @@
+"""What the scripts share on their command lines: a mistake is one line that leads on. Scripts import it first.
+
+It also runs on Pythons that are too old for the rest, in order to say so.
+"""
+
+import argparse
+import difflib
+import importlib.util
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_FILE = Path(sys.argv[0]).resolve()
+SCRIPT = str(_FILE.relative_to(_ROOT)) if _ROOT in _FILE.parents else _FILE.name  # as one types it after `uv run`
+if sys.version_info < (3, 10):  # noqa: UP036
+    sys.exit(f"{SCRIPT}: Python {sys.version.split()[0]} is too old, 3.10 or later is needed; run: uv run {SCRIPT}")
+for needed in ("torch", "numpy", "rich", "filelock"):
+    if importlib.util.find_spec(needed) is None:
+        sys.exit(f"{SCRIPT}: {sys.executable} has no {needed}; run: uv run {SCRIPT} (uv itself: pip install uv)")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose description is a script's docstring as it stands, and whose complaints are one line."""
+
+    def __init__(self, description=None, **options):
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, allow_abbrev=False, **options)
+
+    def error(self, message):
+        wrong = [word.split("=")[0] for word in message.rpartition(": ")[2].split() if word.startswith("--")]
+        known = list(self._option_string_actions)
+        near = [found for word in wrong for found in difflib.get_close_matches(word, known, 2, 0.7)]
+        meant = f" (did you mean {' or '.join(near)}?)" if near and message.startswith("unrecognized") else ""
+        self.exit(2, f"{SCRIPT}: {message}{meant}; see: uv run {SCRIPT}{self.prog.partition('.py')[2]} --help\n")
