@@ -21,14 +21,6 @@ def outcome(function, args, kwargs):
         return Failure([error])
 
 
-def attempt(function, *args):
-    """Call a function; whether it raises is nobody's business here."""
-    try:
-        function(*args)
-    except Exception:  # noqa: BLE001
-        pass
-
-
 def views(torch, arena, specs: list) -> list:
     """Tensors in the arena; specs: dtype, shape, strides, first byte, elements before the first one, is it the judge's.
 
@@ -90,7 +82,7 @@ def profiled(function, inputs, on_gpu: bool, synchronize) -> dict:
     return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
 
 
-def compiled_only(_) -> dict:
+def compiled_only() -> dict:
     """Compile the kernel's CUDA_SRC without calling it: all that can be done where there is no GPU."""
     from autokernel.cuda import compile_cuda
 

@@ -1,7 +1,7 @@
 """What a call's tensors are like besides their values. Loaded by runner.py, run in steps of their own.
 
-A kernel decides what its objects answer when they are asked. So they are asked with functions in C that were looked up
-before a kernel was here, from frames that lead to nothing but this, and the runner gets what is said here as plain data.
+A kernel decides what its objects answer when they are asked. So they are asked by functions in C that were looked up
+before a kernel was here, from frames that lead to nothing but this, and the runner gets the answers as plain data.
 """
 
 import builtins
@@ -11,7 +11,7 @@ __builtins__ = dict(vars(builtins))  # as in runner.py
 # ruff: noqa: E402
 from sys import getrefcount
 
-FOREIGN_KEPT, FOREIGN_BYTES = 16, 1 << 28  # results in memory that is not PyTorch's: how many are kept, and how much
+FOREIGN_KEPT, FOREIGN_BYTES = 256, 1 << 28  # results in memory that is not PyTorch's: how many are kept, and how much
 
 
 def observer(torch, device, arena: tuple[int, int], kept: list, changed):
@@ -88,9 +88,10 @@ def observer(torch, device, arena: tuple[int, int], kept: list, changed):
         return sum(high - low for _, low, high, _, _ in history)
 
     def look(inputs: dict, want: tuple, out) -> dict:
-        """Facts about a call: "out" as in `describe`; "left": what it changed; "fits": is it comparable; "old": is there a last one."""
-        left = [f"another {name}" for name in changed()]
-        left += [f"another tensor in place of {k}" for k, v in inputs.items() if known(v) != met[id(v)] or attributes(v)]
+        """Facts about a call: "out" as in `describe`; "left": what it changed; "fits": can it be compared; "old": is
+        there the result of an earlier call in `old`."""
+        moved = [name for name, value in inputs.items() if known(value) != met[id(value)] or attributes(value)]
+        left = [f"another {name}" for name in changed()] + [f"another tensor in place of {name}" for name in moved]
         said = describe(out)
         dtype, shape, device = want
         fits = said["type"] == "torch.Tensor" and said["layout"] == "torch.strided" and said["dtype"] == dtype

@@ -44,6 +44,8 @@ def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator
         if content == "some_ignored":  # -100 is what PyTorch's losses ignore; one row stays, or the mean is 0/0
             tensor[torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3] = -100
             tensor.view(-1)[0].clamp_(min=0)
+        elif content == "one_ignored" and tensor.numel() > 1:
+            tensor.view(-1)[torch.randint(tensor.numel(), (1,), generator=generator, device=tensor.device)] = -100
     elif content == "ints" or (content in CONTENTS and arg.draw == "normal" and content != "normal"):
         values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
         tensor.copy_(CONTENTS[content](values, generator) * _scale(arg, case))

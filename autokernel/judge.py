@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -325,8 +325,9 @@ def _fault_of(bench, worker, case, limits, replies, declared_nondeterministic) -
     return call_fault(bench, worker, case, limits, replies)
 
 
-def as_timed(spec: OpSpec, accepts: set[str], timed: list[Case]) -> list[Case]:
-    """Options and layouts at the sizes that are timed: all at the one that stands for the operator, some elsewhere."""
+def varied(bench: Bench, source: KernelSource, timed: list[Case]) -> list[Case]:
+    """Options and layouts at sizes that are timed: all of them at the operator's main size, one at each other."""
+    spec, accepts = bench.spec, set(source.parameters)
     layouts = dict.fromkeys(layout for a in spec.args.values() for layout in a.layouts)
     options = [{"layout": layout} for layout in layouts]
     options += [{"scalars": variant} for variant in spec.variants if set(variant) <= accepts]
@@ -335,19 +336,15 @@ def as_timed(spec: OpSpec, accepts: set[str], timed: list[Case]) -> list[Case]:
     for case in timed if options else ():
         chosen = options if case is main else [random.SystemRandom().choice(options)]
         found += [replace(case, stage="edge_cases", **option) for option in chosen]
-    return found
+    return [case for case in found if bench.fits(case)]
 
 
 def correctness_cases(
-    bench: Bench, source: KernelSource, primary: list[Case], dtype: str, timed: Sequence[Case] = ()
+    bench: Bench, source: KernelSource, primary: list[Case], dtype: str
 ) -> tuple[list[Case], list[str]]:
-    """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU.
-
-    timed: named sizes that will be timed.
-    """
+    """The cases of a run, primary (target) ones first in the sweep; and the labels of those too large for this GPU."""
     accepts = set(source.parameters) & set(bench.spec.optional_names())
     cases = bench.spec.cases(bench.on_gpu, accepts, random.SystemRandom(), dtype)
-    cases += as_timed(bench.spec, accepts, list(timed))
     if primary:
         smoke = [replace(primary[0], stage="smoke_test")]
         cases = smoke + [c for c in cases if c.stage != "smoke_test"]

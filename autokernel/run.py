@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import counters, gpu, integrity, ops
-from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages, varied
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
@@ -133,8 +133,8 @@ class _Session:
         primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
         timed = self._timed_cases(bench, primary)
-        named = [case for case in timed if case not in primary]
-        cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype, named)
+        self.varied = varied(bench, self.source, [case for case in timed if case not in primary])
+        cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
         # read before the kernel runs: nothing it does can move the physical floor
@@ -142,7 +142,7 @@ class _Session:
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
         if not timed:
             raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
-        every = cases + timed
+        every = cases + timed + self.varied
         cache = cache_dir() / "kernels" / "baseline"
         workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker(cache, timed)}
         if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
@@ -162,7 +162,7 @@ class _Session:
                 return self._compiled_only(workers["candidate"])
             stages, replies = run_stages(
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
-                lambda: self._compile_ahead(bench, workers["candidate"], cases),
+                lambda: self._compile_ahead(bench, workers["candidate"], cases + self.varied),
             )  # fmt: skip
             values["compile_seconds"] = load_seconds + (replies[0]["host_s"] if replies else 0.0)
         except WorkerFailure as failure:
@@ -212,7 +212,8 @@ class _Session:
         timings = []
         for case in timed:
             timing = time_case(
-                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
+                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress,
+                [other for other in self.varied if other.name == case.name],
             )
             if timing.invalid:
                 return {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}

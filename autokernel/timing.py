@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autokernel.compare import compare
@@ -28,9 +28,8 @@ ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against P
 FLOOR_SLACK = 0.90  # a time below this share of the physical floor is impossible
 CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's child: contexts take turns on the GPU, and
 # on an H200 honest kernels were seen at -250 to +220 us
-CPU_CLOCK_SLACK_S = 3e-3
+CPU_CLOCK_SLACK_S, CPU_AFTER_SLACK_S = 3e-3, 200e-6
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
-REPLACED = "kernel.py replaced {} for the whole process"
 OUTSIDE = "that the child's does not: work outside the timed window"
 BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process over without it
 
@@ -128,8 +127,12 @@ def time_case(
     gpu: GpuSpec | None = None,
     calibration: Calibration | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    varied: Sequence[Case] = (),
 ) -> Timing:
-    """Time one size on loaded workers, "candidate" and "baseline" among them."""
+    """Time one size on loaded workers, "candidate" and "baseline" among them.
+
+    varied: the size with other options and layouts, asked between the timed calls.
+    """
     progress(f"timing: {case.label}")
     layout = bench.layout(case)
     flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
@@ -138,26 +141,27 @@ def time_case(
     if timing.invalid:
         return timing
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
-    plan = [*range(repetitions), *_hard(bench, case, slow)]
+    plan = [*range(repetitions), *_between(bench, case, varied, slow)]
     random.SystemRandom().shuffle(plan)
     answered, looks = bench.draw(case, layout), random.SystemRandom().sample(range(len(plan)), 2)
     for turn, step in enumerate(plan):
         timed = not isinstance(step, Case)
         asked = case if timed else step
-        private = bench.draw(asked, layout)
+        private = bench.draw(asked, bench.layout(asked))
         for name in list(workers)[:: 1 if step % 2 else -1] if timed else ["candidate"]:
             # the others get what the candidate has answered before: nobody else ever holds an answer it could use
             content = private if name == "candidate" else answered
-            reply, fault = ask_once(bench, workers[name], case, content, limits, timing.wait)
+            reply, fault = ask_once(bench, workers[name], asked, content, limits, timing.wait)
             if timed:
                 timing.samples[name].add(reply)
             if name == "candidate":
-                timing.invalid = fault or _wrong(bench, asked, workers[name], private, timing, not timed or step in oracle)
+                by_oracle = not timed or step in oracle
+                timing.invalid = fault or _wrong(bench, asked, workers[name], private, timing, by_oracle)
                 if timing.invalid:
                     return timing
-        answered = private
-        if turn in looks and (replaced := workers["candidate"].replaced()):
-            timing.invalid = REPLACED.format(", ".join(replaced)[:300])
+        answered = private if timed else answered
+        if turn in looks and (fault := _companions(workers["candidate"]) or _replaced(workers["candidate"])):
+            timing.invalid = fault
             return timing
     if bench.on_gpu:
         private = bench.draw(case, layout)
@@ -172,15 +176,17 @@ def time_case(
     return timing
 
 
-def _hard(bench: Bench, case: Case, slow: bool) -> list[Case]:
-    """The case with contents of the stability stage: asked between the timed calls, not timed.
+def _between(bench: Bench, case: Case, varied: Sequence[Case], slow: bool) -> list[Case]:
+    """The case with contents of the stability stage, other options and layouts: asked between the timed calls.
 
-    So a kernel that handles only easy numbers at the timed sizes is found out: it cannot tell which call is which.
+    So a kernel that handles only easy numbers or the usual options at the timed sizes is found out: it cannot tell
+    which calls are timed.
     """
-    contents = list(bench.spec.stability.values())
-    if slow:  # Triton's interpreter
-        contents = random.SystemRandom().sample(contents, min(2, len(contents)))
-    return [replace(case, stage="numerical_stability", content=content) for content in contents]
+    contents, dice = list(bench.spec.stability.values()), random.SystemRandom()
+    if slow:  # Triton's interpreter, in which another option may take a thousand times as long
+        contents, varied = dice.sample(contents, min(2, len(contents))), [v for v in varied if not v.scalars]
+        varied = dice.sample(varied, min(1, len(varied)))
+    return [replace(case, stage="numerical_stability", content=content) for content in contents] + list(varied)
 
 
 def _wrong(bench: Bench, case: Case, worker: Worker, private, timing: Timing, by_oracle: bool) -> str:
@@ -199,7 +205,7 @@ def _wrong(bench: Bench, case: Case, worker: Worker, private, timing: Timing, by
             factor=4 * bench.spec.tolerance, rms_factor=bench.spec.rms_factor, allow_tf32=bench.allow_tf32,
             usual=timing.usual,
         ).reason  # fmt: skip
-    return f"output of a timed call: {fault}" if fault else ""
+    return f"{'output of a timed call' if case is timing.case else case.label}: {fault}" if fault else ""
 
 
 def _warm_up(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits) -> tuple[int, bool]:
@@ -263,10 +269,24 @@ def _hidden_on_gpu(timing: Timing) -> str:
 def _hidden_on_cpu(timing: Timing) -> str:
     """The same by the judge's clock alone: the quietest call against PyTorch's noisiest, as other programs run here."""
     ours, theirs = timing.samples["candidate"], timing.samples["baseline"]
+    late = min(ours.after) - max(theirs.after)
+    if late > CPU_AFTER_SLACK_S + 0.1 * timing.seconds():
+        return f"{late * 1e6:.0f} us of work ran after the call had returned"
     extra = min(ours.overhead) - max(theirs.overhead)
     if extra > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
         return f"the judge's clock sees {extra * 1e3:.1f} ms {OUTSIDE}"
     return ""
+
+
+def _replaced(worker: Worker) -> str:
+    names = ", ".join(worker.replaced())[:300]
+    return f"kernel.py replaced {names} for the whole process" if names else ""
+
+
+def _companions(worker: Worker) -> str:
+    """Processes of the kernel's between two calls, when all of it should wait for the judge."""
+    companions = worker.child.companions()
+    return f"kernel.py left {len(companions)} processes running" if companions else ""
 
 
 # ---- after the last size --------------------------------------------------------------------------------------------
@@ -280,10 +300,8 @@ def foul_play(bench: Bench, timings: list[Timing], workers: dict[str, Worker], l
     candidate = workers["candidate"]
     if moved := [name for name, worker in workers.items() if worker.child.rescheduled()]:
         return f"priority or processors of {', '.join(moved)} were changed"
-    if replaced := candidate.replaced():
-        return REPLACED.format(", ".join(replaced)[:300])
-    if companions := candidate.child.companions():
-        return f"kernel.py left {len(companions)} processes running"
+    if fault := _replaced(candidate) or _companions(candidate):
+        return fault
     busy, wakes = candidate.idle_activity()
     if busy > 0.25 or wakes > 400:
         return f"kernel.py keeps working between calls: {100 * busy:.0f} % of a core, {wakes:.0f} wake-ups a second"

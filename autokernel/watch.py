@@ -69,9 +69,9 @@ def watch(torch, settings: dict):
     from torch._C._dynamo.eval_frame import set_eval_frame
 
     signals = [n for n in range(1, _signal.NSIG) if n not in (9, 19, 32, 33) and _signal.getsignal(n) is not None]
-    handlers, threads, invoke = [_signal.getsignal(n) for n in signals], _thread._count(), operator.methodcaller("__call__")
-    c, sets = torch._C, (torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set)
-    raw = c.DispatchKeySet.raw_repr
+    handlers, threads = [_signal.getsignal(n) for n in signals], _thread._count()
+    sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    raw, invoke = torch._C.DispatchKeySet.raw_repr, operator.methodcaller("__call__")
     names, getters = list(settings), list(settings.values())
     unset = {"none": "ieee"}  # a precision that was never set, and one that was put back
     before, keys = [unset.get(value, value) for value in (getter() for getter in getters)], [raw(f()) for f in sets]
@@ -91,8 +91,8 @@ def watch(torch, settings: dict):
 
     def after() -> list:
         signalled = partial(list, map(set_handler, signals, handlers))
-        listening, found = partial(list, map(listen, tools, events, repeat(None))), partial(list, map(raw, map(invoke, sets)))
-        return [*alone(), signalled, listening, found, *look]
+        listening = partial(list, map(listen, tools, events, repeat(None)))
+        return [*alone(), signalled, listening, partial(list, map(raw, map(invoke, sets))), *look]
 
     def left_behind(results: list) -> list[str]:
         found_handlers, listeners, sets_now, timer, callbacks, *hooks = results[3:10]

@@ -128,7 +128,7 @@ class Worker:
             self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
             described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED and confined else []
+        writable = ["/dev", str(self.folder), str(self.cache)] if CONFINED and confined else []
         answer = self.ask(
             "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
             environment=self._environment(), writable=writable,
@@ -215,7 +215,9 @@ class Worker:
         values = {name: found.get(name) for name in ("registers", "spill_bytes", "smem_bytes")}
         return {name: value if type(value) is int else None for name, value in values.items()}
 
-    def _ask_about(self, layout: Layout, scalars, timeout: float, do: str, wait_s: float = 0.0, **more) -> dict[str, Any]:
+    def _ask_about(
+        self, layout: Layout, scalars: Mapping[str, Any], timeout: float, do: str, wait_s: float = 0.0, **more: Any
+    ) -> dict[str, Any]:
         work = layout.input_bytes + self.shift
         described = {
             name: {**_described(spec), "work": work + layout.starts[name], "offset": spec.offset}

@@ -80,7 +80,7 @@ SPEC = OpSpec(
         "offset": {"logits": "offset"},
         "constant": {"logits": "constant_rows"},
         "spike": {"logits": "spike"},
-        "needle": {"logits": "needle"},
+        "needle": {"logits": "needle", "targets": "one_ignored"},
         "swamp": {"logits": "swamp_exp"},
         "flat": {"logits": "tiny"},
         "ignored": {"logits": "normal", "targets": "some_ignored"},
