@@ -59,7 +59,7 @@ class Bench:
     def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
         self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
-        self.generator = self.noise = None  # of the content that is drawn next, and of the noise around it
+        self.generator = fresh_generator(device)
         l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.on_gpu else 0
         self.flush_bytes = max(3 * l2, 1 << 25) if self.on_gpu else 0
 
@@ -79,9 +79,9 @@ class Bench:
     def draw(self, case: Case, layout: Layout) -> torch.Tensor:
         """The judge's private copy of an input region: fresh content, noise between the tensors."""
         # each content from a seed of its own: what was seen of earlier ones says nothing about it
-        self.generator, self.noise = fresh_generator(self.device), fresh_generator(self.device)
+        self.generator = fresh_generator(self.device)
         private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
-        private.random_(0, 256, generator=self.noise)
+        private.random_(0, 256, generator=fresh_generator(self.device))
         fill(self.spec, case, layout.views(private), self.generator)
         return private
 

@@ -199,7 +199,7 @@ class Worker:
 
     def launch_seconds(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> float:
         """Host time of one call among many back to back, as the child says; one of their outputs can be checked."""
-        judged = random.SystemRandom().randrange(LAUNCHES)
+        judged = random.SystemRandom().randrange(1, LAUNCHES)
         value = self._ask_about(layout, scalars, timeout, "launch", judged=judged).get("host_s")
         self.taken = self._arena_output(layout).clone()
         return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else math.nan
