@@ -64,7 +64,7 @@ class Bench:
     def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
         self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
-        self.generator: torch.Generator | None = None  # of the content that was drawn last
+        self.generator = fresh_generator(device)  # of the content that was drawn last
         l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.on_gpu else 0
         self.flush_bytes = max(3 * l2, 1 << 25) if self.on_gpu else 0
 

@@ -82,7 +82,8 @@ def watch(torch, settings: dict):
     set_handler, own = _signal.signal, partial(sys.setswitchinterval, 1e5)
     say = partial(os.write, 2, b"\nRunningThreadError: kernel.py left a thread running\n")
     end = partial(list, map(invoke, (say, partial(os._exit, 1))))
-    count, known, yielded = _thread._count, {threads: list}.get, partial(time.sleep, 0)
+    count, known = _thread._count, {threads: list}.get
+    yielded = partial(os.access, "/", 0)  # a function that lets go of the interpreter
 
     def alone() -> list:
         """Let threads that wait for the interpreter show themselves; a living one ends the process."""

@@ -219,7 +219,7 @@ class Worker:
         self, layout: Layout, scalars: Mapping[str, Any], timeout: float, seed: int | None = None
     ) -> float:
         """Host time of one call among many back to back, as the child says; one of them can be checked."""
-        judged = random.SystemRandom().randrange(LAUNCHES)
+        judged = random.SystemRandom().randrange(1, LAUNCHES)
         value = self._ask_about(layout, scalars, timeout, "launch", seed=seed, judged=judged).get("host_s")
         self.taken = [output.clone() for output in self._arena_outputs(layout)]
         return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else math.nan
