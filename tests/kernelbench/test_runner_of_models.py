@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_kernelbench import children, judged, named  # noqa: E402, F401
 
 from autokernel import kernelbench as kb  # noqa: E402
+from autokernel.judge import Limits  # noqa: E402
+from autokernel.kbjudge import ProblemBench, ProblemOptions  # noqa: E402
+from autokernel.process import launcher  # noqa: E402
+from autokernel.source import read_kernel  # noqa: E402
+from autokernel.spec import Case  # noqa: E402
+from autokernel.timing import Timing, _launched  # noqa: E402
 
 # `look` ends the process if the runner is below; compiled under another file's name, so that nobody sees who looks
 LOOK = '''
@@ -112,3 +119,19 @@ def test_the_runner_is_not_below_what_brings_a_state_back(judged):  # noqa: F811
     def forward(""")
     values = judged(named("keeps_its_state"), rnn)
     assert values["correctness"] == "PASS", values["reason"]
+
+
+@pytest.mark.parametrize("part", ["gru_bidirectional", "keeps_its_state", "changes_its_input", "dropout", "view_of"])
+def test_one_of_many_calls_back_to_back_is_right(part, tmp_path):
+    """What a GPU run takes for launch_us, here on a CPU."""
+    what, path = named(part), tmp_path / "kernel.py"
+    path.write_text(kb.starter(what.code, what.key))
+    with launcher() as launched:
+        bench = ProblemBench(what, ProblemOptions(path), torch.device("cpu"), launched)
+        size = {n: t.shape for n, t in bench.spec.shapes["problem"]["inputs"].items()}
+        timing = Timing.of(bench, Case("problem", "timing", size, "fp32"), ["candidate"])
+        worker = bench.open_kernel(read_kernel(path, kb.KERNEL_TYPE), [timing.case])
+        bench.load_kernel(worker, Limits())
+        assert _launched(bench, timing, worker, Limits()) == ""
+        assert 0 < timing.launch_seconds < 1
+        worker.close()
