@@ -31,6 +31,7 @@ def imported(path: str):
         package.__path__ = [str(Path(__file__).parent)]
         sys.modules["autokernel"] = package
     spec = importlib.util.spec_from_file_location("kernel", path)
+    assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["kernel"] = module
     spec.loader.exec_module(module)
