@@ -6,6 +6,7 @@ It owns inputs, oracle, comparison and outcome, and never imports the kernel. Se
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -63,8 +64,7 @@ class Bench:
     def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
         self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
-        self.generator = fresh_generator(device)
-        self.noise = fresh_generator(device)
+        self.generator = fresh_generator(device)  # of the content that was drawn last
         l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.on_gpu else 0
         self.flush_bytes = max(3 * l2, 1 << 25) if self.on_gpu else 0
 
@@ -81,10 +81,16 @@ class Bench:
         free, _ = torch.cuda.mem_get_info(self.device)
         return 8 * elements * 6 < 0.8 * free
 
+    def blank(self, layout: Layout) -> torch.Tensor:
+        """Noise as large as an input region."""
+        private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
+        noise(private, fresh_generator(self.device))
+        return private
+
     def draw(self, case: Case, layout: Layout) -> torch.Tensor:
         """The judge's private copy of an input region: fresh content, noise between the tensors."""
-        private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
-        noise(private, self.noise)
+        # each content from a seed of its own: what was seen of earlier ones says nothing about it
+        private, self.generator = self.blank(layout), fresh_generator(self.device)
         fill(self.spec, case, layout.views(private), self.generator)
         return private
 
@@ -113,12 +119,17 @@ class Bench:
             allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
-    def roughly(self, case: Case, layout: Layout, private: torch.Tensor, *outs: torch.Tensor) -> Comparison:
-        """A cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider."""
+    def roughly(
+        self, case: Case, layout: Layout, private: torch.Tensor, usual: float, *outs: torch.Tensor
+    ) -> Comparison:
+        """A cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider.
+
+        usual: the rms error that PyTorch makes in this case.
+        """
         torch_out = self.yardstick(case, layout, private)
         return compare(
             outs[0], torch_out.double(), depth=self.spec.depth(case.size), factor=4 * self.spec.tolerance,
-            allow_tf32=self.allow_tf32,
+            rms_factor=self.spec.rms_factor, allow_tf32=self.allow_tf32, usual=usual,
         )  # fmt: skip
 
     def random_wait(self) -> float:
@@ -146,9 +157,12 @@ class Bench:
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
-    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> dict[str, Any]:
+    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> float:
+        """Have the child import its kernel; returns the seconds that took."""
         worker.share(self.flush_bytes, START_SECONDS, confined)
-        return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"), **self.model())
+        began = time.perf_counter()
+        worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"), **self.model())
+        return time.perf_counter() - began
 
     def load_baseline(self, worker: Worker, compiled: bool) -> None:
         worker.share(self.flush_bytes, START_SECONDS)
@@ -242,16 +256,21 @@ def ask_once(
     return reply, fault
 
 
-def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
-    """What is wrong with the values of the last call's output; the right ones are computed only now.
+def values_compared(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> Comparison:
+    """The last call's output against the right values, which are computed only now.
 
     So until the answer came, the right answer to these inputs existed nowhere; and the arena is looked at again after.
     """
     layout = bench.layout(case)
     result = bench.judged(case, layout, private, *worker.outputs())
     if result.ok and not worker.outputs_settled(layout):
-        return "output was written after the call had been answered: work was left running"
-    return result.reason
+        return replace(result, reason="output was written after the call had been answered: work was left running")
+    return result
+
+
+def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
+    """What is wrong with the values of the last call's outputs; "" if nothing."""
+    return values_compared(bench, worker, case, private).reason
 
 
 def call_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
@@ -348,6 +367,18 @@ def run_stages(
     return stages, replies
 
 
+def varied(bench: Bench, source: KernelSource, timed: list[Case]) -> list[Case]:
+    """Options and layouts at sizes that are timed: all of them at the operator's main size, one at each other."""
+    spec, accepts = bench.spec, set(source.parameters)
+    layouts = dict.fromkeys(layout for a in spec.args.values() for layout in a.layouts)
+    options: list[dict[str, Any]] = [{"layout": layout} for layout in layouts]
+    options += [{"scalars": variant} for variant in spec.variants if set(variant) <= accepts]
+    found: list[Case] = []
+    main = next((case for case in timed if case.name == spec.primary), None)
+    for case in timed if options else ():
+        chosen = options if case is main else [random.SystemRandom().choice(options)]
+        found += [replace(case, stage="edge_cases", **option) for option in chosen]
+    return [case for case in found if bench.fits(case)]
 def correctness_cases(
     bench: Bench, source: KernelSource, primary: list[Case], dtype: str
 ) -> tuple[list[Case], list[str]]:

@@ -31,7 +31,7 @@ from autokernel.process import Launcher
 from autokernel.records import RunRecord
 from autokernel.run import HarnessFailure, Options, UsageError, _Session, recorded
 from autokernel.spec import DTYPES, Arg, Case, OpSpec, TensorSpec, strides_of
-from autokernel.worker import Layout, Worker, noise
+from autokernel.worker import Layout, Worker
 
 SEED = 42  # KernelBench's: before the constructors
 MOST_TIMED = 100  # KernelBench's scripts; slow problems take fewer, see timing.py
@@ -249,9 +249,7 @@ class ProblemBench(Bench):
     # ---- what the judge asks --------------------------------------------------------------------------------------
 
     def draw(self, case: Case, layout: Layout) -> torch.Tensor:
-        private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
-        noise(private, self.noise)
-        drawn = self.reference.draw()
+        private, drawn = self.blank(layout), self.reference.draw()
         # where a copy of the input would do (ReLU of numbers that are never negative), every second draw at least is of
         # another kind: centred and wider
         self.draws += 1
@@ -304,7 +302,10 @@ class ProblemBench(Bench):
         factor = max(1.0, self.rtol / TOLERANCES[out.dtype])
         return compare(out, wide, ref[number], depth=self.spec.depth({}), factor=factor).reason if by_scale else ""
 
-    roughly = judged
+    def roughly(
+        self, case: Case, layout: Layout, private: torch.Tensor, usual: float, *outs: torch.Tensor
+    ) -> Comparison:
+        return self.judged(case, layout, private, *outs)
 
     def _mismatch(self, out: torch.Tensor, want: torch.Tensor, atol: float = -1.0, rtol: float = -1.0) -> str:
         """What torch.allclose(want, out) would refuse; NaNs are equal where the reference has them."""
@@ -339,7 +340,8 @@ class ProblemBench(Bench):
         return ""
 
     def model(self) -> dict[str, Any]:
-        return {"model": str(self.package), "problem": str(self.path), "aliasing": self.aliasing}
+        return {"model": str(self.package), "problem": str(self.path), "aliasing": self.aliasing,
+                "mutating": self.mutating}  # fmt: skip
 
     def load_baseline(self, worker: Worker, compiled: bool) -> None:
         worker.share(self.flush_bytes, START_SECONDS)

@@ -42,10 +42,11 @@ TEXTS = {
 def scan(source: bytes) -> list[tuple[int, str]]:
     """Findings in a kernel file, by line. A file that does not parse has none: it fails elsewhere."""
     try:
-        tree = ast.parse(source)
+        return sorted(set(_findings(ast.parse(source))))
     except (SyntaxError, ValueError):
         return []
-    return sorted(set(_findings(tree)))
+    except (RecursionError, MemoryError):
+        return [(1, "an expression nested too deeply to be looked at")]
 
 
 def _findings(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import counters, gpu, integrity, ops
-from autokernel.judge import OUT_OF_MEMORY, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.judge import OUT_OF_MEMORY, Bench, Limits, Stage, correctness_cases, run_stages, varied
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
@@ -132,6 +132,7 @@ class _Session:
         self.source, self.best, self.options, self.target = source, best, options, target
         self.device, self.progress, self.digest = device, progress, digest
         self.limits = Limits(call=options.timeout, load=options.timeout)
+        self.varied: list[Case] = []  # timed sizes with other options and layouts: asked between the timed calls
         self.laps: dict[str, float] = {}  # where the time of a run went
         self._lap = time.perf_counter()
 
@@ -149,10 +150,11 @@ class _Session:
         """What is asked, what is timed, and the labels of what was left out for its size."""
         primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
+        timed = timed_cases(bench, self.options.sizes, self.dtype, primary, self.spec.timed)
+        self.varied = varied(bench, self.source, [case for case in timed if case not in primary])
         cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
-        timed = timed_cases(bench, self.options.sizes, self.dtype, primary, self.spec.timed)
         return cases, timed, left_out
 
     def run(self, launcher: Launcher) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class _Session:
         self.gpu = gpu.detect() if bench.on_gpu else None
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
         cache = cache_dir() / "kernels" / "baseline"
-        workers = {"candidate": bench.open_kernel(self.source, cases + timed)}
+        workers = {"candidate": bench.open_kernel(self.source, cases + timed + self.varied)}
         if timed:
             workers["baseline"] = bench.worker(cache, timed)
         if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
@@ -176,15 +178,15 @@ class _Session:
         values: dict[str, Any] = {}
         try:
             self.progress("starting")
-            loaded = bench.load_kernel(workers["candidate"], self.limits)
+            load_seconds = bench.load_kernel(workers["candidate"], self.limits)
             self.lap("start")
             if self.source.backend == "cuda" and not bench.on_gpu and b"CUDA_SRC" in self.source.data:
                 return self._compiled_only(workers["candidate"])
             stages, replies = run_stages(
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
-                lambda: self._compile_ahead(bench, workers["candidate"], cases),
+                lambda: self._compile_ahead(bench, workers["candidate"], cases + self.varied),
             )  # fmt: skip
-            values["compile_seconds"] = loaded["seconds"] + (replies[0]["host_s"] if replies else 0.0)
+            values["compile_seconds"] = load_seconds + (replies[0]["host_s"] if replies else 0.0)
         except WorkerFailure as failure:
             stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
             stages[0].failures.append(f"loading kernel.py: {failure}")
@@ -232,7 +234,8 @@ class _Session:
         timings = []
         for case in timed:
             timing = time_case(
-                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
+                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress,
+                [other for other in self.varied if other.name == case.name],
             )
             if timing.invalid:
                 return {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}

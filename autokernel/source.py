@@ -14,6 +14,7 @@ from autokernel.space import constants
 from autokernel.spec import OpSpec
 
 BACKENDS = ("triton", "cuda")
+LONGEST = 8 << 20  # bytes of a kernel file
 
 
 class KernelError(ValueError):
@@ -40,11 +41,15 @@ class KernelSource:
 def read_kernel(path: Path, expected_type: str | None = None) -> KernelSource:
     """Read and check a kernel file statically. Raises KernelError with the line, the fault and the known names."""
     try:
+        if path.exists() and not path.is_file() or path.stat().st_size > LONGEST:  # a pipe or a device never ends
+            raise KernelError(f"{path}: no regular file of at most {LONGEST >> 20} MB; give one with --kernel FILE")
         data = path.read_bytes()
     except OSError as error:
         raise KernelError(f"{path}: {error.strerror}; give a kernel file with --kernel FILE") from None
     try:
         tree = ast.parse(data, filename=str(path))
+    except (RecursionError, MemoryError):
+        raise KernelError(f"{path.name}:1: syntax error: nested too deeply") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise KernelError(f"{path.name}:{line}: syntax error: {getattr(error, 'msg', error)}") from None

@@ -11,13 +11,14 @@ import shutil
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autokernel import landscape, scale, space
 from autokernel.integrity import Harness, digest
-from autokernel.lab import STATUSES, Job, Lab, Variant
+from autokernel.lab import STATUSES, Finding, Job, Lab, Variant
 from autokernel.process import launcher
 from autokernel.records import Ledger, RunRecord
 from autokernel.run import Options, UsageError
@@ -254,6 +255,59 @@ def test_a_failing_variant_costs_only_itself():
     assert {f.status for f in found} <= set(STATUSES)
     assert all(f.reason and "\n" not in f.reason for f in found if f.status != "right")
     assert "SIGSEGV" in found[modes.index("segfault")].reason and "3 s" in found[modes.index("hangs")].reason
+
+
+TRAPS = """
+import importlib.util, sys
+space = {"found": []}
+exec(compile('''
+import sys
+
+def look(*_, **__):
+    frame = sys._getframe(1)
+    while frame is not None:
+        found.extend(["runner"] * hasattr(frame.f_locals.get("self"), "clock"))
+        frame = frame.f_back
+''', "elsewhere.py", "exec"), space)
+sys.found = space["found"]
+
+
+def trap(function):
+    return lambda *a, **k: (space["look"](), function(*a, **k))[1]
+
+
+class Name(str):
+    def __hash__(self):
+        return hash(str(self))
+
+    def __eq__(self, other):
+        space["look"]()
+        return str.__eq__(self, other)
+
+
+importlib.util.spec_from_file_location = trap(importlib.util.spec_from_file_location)
+importlib.util.module_from_spec = trap(importlib.util.module_from_spec)
+for name in ("kernel", "autokernel.cuda"):
+    module = sys.modules.pop(name, None)
+    sys.modules[Name(name)] = module
+"""
+
+
+def test_a_variant_sets_no_traps_for_the_next():
+    job = job_of("good", "fine", "good", ms=1)
+    trapping, good, another = job.variants
+    trapping = replace(trapping, data=trapping.data + TRAPS.encode())
+    another = replace(another, data=another.data + b"\nimport sys\nif sys.found: raise ValueError(sys.found[0])\n")
+    with launcher() as children:
+        lab = Lab(job, children)
+        lab.findings = {v.number: Finding(v.number, "right") for v in job.variants}
+        with lab._seated(trapping) as seat:
+            for variant in (trapping, good, trapping, another, good):
+                worker = seat.use(variant, 20)
+                assert lab._screen(worker, variant) == ("right", "")
+                assert worker.resources()
+        lab.close()
+    assert [f.reason for f in lab.findings.values()] == [""] * 3
 
 
 def test_time_that_is_up_leaves_the_rest_unmeasured():

@@ -68,7 +68,7 @@ def norm_edges(on_gpu: bool) -> dict[str, Size]:
     return row_edges(rows_dim, on_gpu, "one narrow off_grid 4097 50257", three_axes=rows_dim((2, 3, 5), 77))
 
 
-NORM_CONTENTS = contents("x", "large near_max offset wide spike swamp constant_rows tiny zeros")
+NORM_CONTENTS = contents("x", "large near_max offset wide spike needle swamp constant_rows tiny zeros")
 
 
 # ---- ... and matchers -------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ SPEC = OpSpec(
     stability={
         **contents("logits", "large near_max offset constant_rows spike swamp_exp tiny"),
         **contents("targets", "some_ignored"),
+        "needle": {"logits": "needle", "targets": "one_ignored"},
     },
     sites={"cross_entropy_loss": _loss, "nll_loss_nd": _loss, "nll_loss": _loss},
     scaled=("rows",),

@@ -203,7 +203,7 @@ SPEC = OpSpec(
     depth=lambda s: s["kv_len"] + s["head_dim"],
     stability={
         **contents("Q", "x8"), **contents("V", "wide offset"), **contents("Q", "tiny spike"),
-        **contents("K", "repeat_rows"),
+        **contents("K", "loud_rows repeat_rows"),
     },  # fmt: skip
     sites={"scaled_dot_product_attention": _sdpa, "softmax": _written_out, "_softmax": _written_out},
     scaled=("batch", "q_len+kv_len"),

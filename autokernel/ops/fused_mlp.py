@@ -126,7 +126,7 @@ SPEC = OpSpec(
     out=("*rows", "out"),
     hidden=_hidden,
     depth=lambda s: s["dim"] + s["hidden"],
-    stability=contents("x", "x8 positive mild spike tiny"),
+    stability=contents("x", "x8 positive mild spike needle tiny"),
     sites=dict.fromkeys(("linear", "mm", "matmul"), _gated),
     scaled=("rows",),
 )

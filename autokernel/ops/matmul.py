@@ -107,7 +107,7 @@ SPEC = OpSpec(
         "large": {"A": "large", "B": "tiny"},
         **contents("A", "wide"),
         "cancel": {"A": "cancel", "B": "repeat"},
-        **contents("A", "spike tiny"),
+        **contents("A", "spike near_max needle tiny"),
     },
     exact="ints",
     sites=dict.fromkeys(("linear", "addmm", "mm", "matmul", "mv", "bmm", "baddbmm"), _product),

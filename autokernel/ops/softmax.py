@@ -61,7 +61,7 @@ SPEC = OpSpec(
     out=("*shape",),
     hidden=row_hidden(by_shape),
     depth=lambda s: max(s["shape"]),
-    stability=contents("x", "large near_max offset constant_rows masked spike outliers swamp_exp tiny"),
+    stability=contents("x", "large near_max offset constant_rows masked spike needle outliers swamp_exp tiny"),
     sites={"softmax": _fused, "_softmax": _fused, "exp": _written_out},
     scaled=("shape",),
 )

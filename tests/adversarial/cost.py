@@ -48,7 +48,7 @@ def without_defences() -> Iterator[None]:
         (worker.Worker, "audit"): lambda *_: ([], []),
         (worker, "CONFINED"): False,
         (judge, "near_duplicate_fault"): lambda *_: "",
-        (timing, "_hard"): lambda *_: [],
+        (timing, "_between"): lambda *_: [],
         (timing, "_wrong"): lambda *_: "",
         (run, "foul_play"): lambda *_: "",
         (integrity, "digest"): lambda *_: "",
