@@ -1,6 +1,6 @@
-"""Tables of indices that follow from the shapes alone are built once and kept by lru_cache."""
+"""Tables of indices that follow from the shapes alone are built once and kept by functools.cache."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -8,7 +8,7 @@ KERNEL_TYPE = "rotary_embedding"
 BACKEND = "triton"
 
 
-@lru_cache(maxsize=None)
+@cache
 def partners(head_dim, interleaved, device):
     """Where each element's partner lies, its sign, and which angle is its own."""
     at = torch.arange(head_dim, device=device)
