@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 Failure = type("Failure", (list,), {})  # [the exception]; a class without functions
 
@@ -78,7 +79,7 @@ def profiled(function, inputs, on_gpu: bool, synchronize) -> dict:
     kernels: dict[str, list[float]] = {}
     for event in events:
         kernels.setdefault(event.name, []).append(event.device_time if on_gpu else event.self_cpu_time_total)
-    rows = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
+    rows: list[dict[str, Any]] = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
     return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
 
 

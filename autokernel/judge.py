@@ -329,7 +329,7 @@ def varied(bench: Bench, source: KernelSource, timed: list[Case]) -> list[Case]:
     """Options and layouts at sizes that are timed: all of them at the operator's main size, one at each other."""
     spec, accepts = bench.spec, set(source.parameters)
     layouts = dict.fromkeys(layout for a in spec.args.values() for layout in a.layouts)
-    options = [{"layout": layout} for layout in layouts]
+    options: list[dict[str, Any]] = [{"layout": layout} for layout in layouts]
     options += [{"scalars": variant} for variant in spec.variants if set(variant) <= accepts]
     found: list[Case] = []
     main = next((case for case in timed if case.name == spec.primary), None)
