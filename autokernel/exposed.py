@@ -11,6 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 Failure = type("Failure", (list,), {})  # [the exception]; a class without functions
 
@@ -95,7 +96,9 @@ def profiled(function, inputs, on_gpu: bool, synchronize) -> dict:
     kernels: dict[str, list[float]] = {}
     for event in events:
         kernels.setdefault(event.name, []).append(event.device_time if on_gpu else event.self_cpu_time_total)
-    rows = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
+    rows: list[dict[str, Any]] = [
+        {"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()
+    ]
     return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
 
 

@@ -97,8 +97,13 @@ def best_kernel(kernel: Path) -> Path | None:
 def operator_of(source: bytes) -> str:
     """KERNEL_TYPE of a kernel's text, also where that is no valid Python; "" without one."""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        bound = [n for n in ast.parse(source).body if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
-        names = [n.value.value for n in bound for t in n.targets if isinstance(t, ast.Name) and t.id == "KERNEL_TYPE"]
+        names = [
+            node.value.value
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name) and target.id == "KERNEL_TYPE"
+        ]
         return str(names[-1]) if names else ""
     found = re.search(rb"^KERNEL_TYPE\s*=\s*[\"'](\w+)[\"']", source, re.MULTILINE)
     return found[1].decode() if found else ""

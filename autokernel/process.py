@@ -46,6 +46,7 @@ class Child:
         _adopt_orphans()
         self.sock, theirs = socket.socketpair()
         with theirs, open(self.log, "wb") as log, Child.counting:
+            self.said = open(self.log, "rb")  # now: later its name may be a pipe's that nobody writes to
             self.process = subprocess.Popen(
                 [*under, sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
                 stdin=subprocess.DEVNULL,
@@ -103,6 +104,7 @@ class Child:
         self.kill()
         Child.started.discard(self.process.pid)
         self.sock.close()
+        self.said.close()
         os.close(self.memory)
         self.memory = -1
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -336,10 +336,9 @@ class Worker:
 
     def _tail(self) -> str:
         """The end of what the child printed."""
-        with contextlib.suppress(OSError), open(self.child.log, "rb") as log:
-            log.seek(max(0, self.child.log.stat().st_size - 2000))
-            return log.read(2000).decode(errors="replace").strip()
-        return ""
+        log = self.child.said
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+        return log.read(2000).decode(errors="replace").strip()
 
     # ---- the end -----------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def without_defences() -> Iterator[None]:
         (judge.Bench, "draw"): same_content,
         (worker.Worker, "stage"): stage_only,
         (worker.Worker, "inputs_untouched"): lambda *_: True,
-        (worker.Worker, "output_settled"): lambda *_: True,
+        (worker.Worker, "outputs_settled"): lambda *_: True,
         (worker.Worker, "audit"): lambda *_: ([], []),
         (worker, "CONFINED"): False,
         (judge, "near_duplicate_fault"): lambda *_: "",

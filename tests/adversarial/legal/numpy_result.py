@@ -11,5 +11,5 @@ NEEDS = "cpu"
 def kernel_fn(x, dim=-1):
     y = x.double().numpy()
     e = numpy.exp(y - y.max(dim, keepdims=True))
-    kind = {"float16": "f2"}.get(str(x.dtype)[6:], "f4")
+    kind = numpy.float16 if x.dtype == torch.float16 else numpy.float32
     return torch.from_numpy((e / e.sum(dim, keepdims=True)).astype(kind)).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Tables of indices that follow from the shapes alone are built once and kept by lru_cache."""
+"""Tables of indices that follow from the shapes alone are built once and kept by functools.cache."""
 
 from functools import cache
 
