@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 Failure = type("Failure", (list,), {})  # [the exception]; a class without functions
 
@@ -79,8 +78,9 @@ def profiled(function, inputs, on_gpu: bool, synchronize) -> dict:
     kernels: dict[str, list[float]] = {}
     for event in events:
         kernels.setdefault(event.name, []).append(event.device_time if on_gpu else event.self_cpu_time_total)
-    rows: list[dict[str, Any]] = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
-    return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
+    rows = [(len(v) / 5, sum(v) / len(v), k[:200]) for k, v in kernels.items()]
+    rows.sort(key=lambda row: -row[0] * row[1])
+    return {"kernels": [{"kernel": kernel, "calls": calls, "us": us} for calls, us, kernel in rows[:30]]}
 
 
 def compiled_only() -> dict:
