@@ -388,7 +388,7 @@ def test_quick_and_a_changed_file_are_not_written_back(slow, monkeypatch):
 def test_candidates(slow, tmp_path):
     folder = tmp_path / "batch"
     folder.mkdir()
-    (folder / "a_fast.py").write_text(SLOW.replace('"MS": 60', '"MS": 10') + "# mine\n")
+    (folder / "a_fast.py").write_text(SLOW.replace('"MS": 60', '"MS": 2') + "# mine\n")
     (folder / "b_wrong.py").write_text(KERNEL.replace('"MODE": "good"', '"MODE": "wrong"'))
     (folder / "c_broken.py").write_text("def kernel_fn(:\n")
     (folder / "d_other.py").write_text(KERNEL.replace('"reduce"', '"softmax"'))
