@@ -1,9 +1,9 @@
-"""The figures of the starters that README quotes, measured on this GPU and held against the bars they must reach.
+"""The starters' times, measured on this GPU and held against the bars they must reach.
 
 Per starter: a run with an empty compile cache, a run with a full one, and a run at the sizes of the bars in which the
 kernel is also timed against itself. Records lie under --out, so the parts can be run apart; the table shows them all.
 
-    python tests/bars.py triton                       # nine starters, about seven minutes on an H200
+    python tests/bars.py triton                       # nine starters
     python tests/bars.py cuda --ops softmax,reduce
     python tests/bars.py show
 """
@@ -21,6 +21,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from autokernel.paths import cache_dir, workspace  # noqa: E402
+
 # op: {size: least ratio to PyTorch's operator, (Triton, CUDA)}; the last size is the largest
 RATIOS = {
     "matmul": {"medium": (0.80, 0.60), "large": (0.80, 0.60), "xlarge": (0.80, 0.60)},
@@ -42,7 +46,7 @@ def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("what", choices=["triton", "cuda", "show"], help="which starters to run, or only the table")
     p.add_argument("--ops", default=",".join(RATIOS), help="operators (default: all nine)")
-    p.add_argument("--out", type=Path, default=ROOT / "workspace" / "bars", help="where the records are kept")
+    p.add_argument("--out", type=Path, default=workspace() / "bars", help="where the records are kept")
     p.add_argument("--without", default="", help="parts to leave out: cold,warm,bars")
     args = p.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -50,6 +54,8 @@ def main() -> int:
         for op in args.ops.split(","):
             measure(args.what, op, args.out, args.without.split(","))
     missed = [line for backend in ("triton", "cuda") for line in table(backend, args.out)]
+    if not any(args.out.glob("*-bars.json")):
+        missed.append(f"all: nothing was measured into {args.out} yet")
     print("\nmissed:", "; ".join(missed) or "none")
     return 1 if missed else 0
 
@@ -58,7 +64,7 @@ def measure(backend: str, op: str, out: Path, without: list[str]) -> None:
     path = f"kernels/{'cuda/' if backend == 'cuda' else ''}{op}.py"
     sizes = ["--sizes", ",".join(RATIOS[op]), "--best", path]
     with tempfile.TemporaryDirectory() as cache:
-        calibration = Path(os.environ.get("AUTOKERNEL_CACHE", Path.home() / ".cache" / "autokernel")) / "calibration"
+        calibration = cache_dir() / "calibration"
         if calibration.is_dir():  # the GPU's ceilings are measured once, not in every cold run
             (Path(cache) / "calibration").symlink_to(calibration)
         for part, options in {"cold": [], "warm": [], "bars": sizes}.items():
