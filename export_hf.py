@@ -55,23 +55,30 @@ def main() -> int:
 
 
 def chosen(args: argparse.Namespace) -> list[tuple]:
-    """(project, kernel file, target) of each kernel that was asked for."""
-    from autokernel.export import Project, kept_kernel, kept_targets
+    """(project, kernel file, target) of each kernel that was asked for. Raises ExportError."""
+    from autokernel.export import ExportError, Project, kept
 
     def project(suffix: str = "") -> Project:
         repo_id = args.repo_id + suffix * bool(args.repo_id)
         backends = tuple(filter(None, args.backends.split(",")))
         return Project(args.name + suffix, repo_id, args.version, args.license, backends, args.force)
 
-    if not args.all:
-        kernel = kept_kernel(args.target) if args.target else args.kernel or repo_root() / "kernel.py"
-        return [(project(), kernel, args.target or "")]
+    if not (args.all or args.target):
+        return [(project(), args.kernel or repo_root() / "kernel.py", "")]
+    best = kept()
+    if args.target and args.target not in best:
+        known = ", ".join(best) or "none"
+        raise ExportError(f"--target {args.target!r} has no kept kernel; targets with one: {known}")
+    if args.target:
+        return [(project(), best[args.target], args.target)]
+    if not best:
+        raise ExportError("--all: no target has a kept kernel; make one with: uv run orchestrate.py run")
     suffixes: dict[str, str] = {}  # two targets of one operator keep their ranks apart
-    for target in kept_targets():
+    for target in best:
         rank, _, op = target.partition("_")
         suffix = "-" + op.replace("_", "-")
         suffixes[f"{suffix}-{rank}" if suffix in suffixes else suffix] = target
-    return [(project(suffix), kept_kernel(target), target) for suffix, target in suffixes.items()]
+    return [(project(suffix), best[target], target) for suffix, target in suffixes.items()]
 
 
 def publish(args: argparse.Namespace, project, kernel: Path, target: str) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autokernel.cli import Parser
-from autokernel.paths import atomic_write, repo_root, workspace
+from autokernel.paths import atomic_write, repo_root, shared, workspace
 from autokernel.tables import cells, table, width, wrapped
 
 STARTERS = {"triton": Path("kernels"), "cuda": Path("kernels/cuda")}
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def read_profile() -> dict[str, Any]:
-    path = workspace() / "profile.json"
+    path = shared() / "profile.json"
     try:
         data = path.read_bytes()
         profile = json.loads(data)
@@ -82,7 +82,8 @@ def choose(profile: dict[str, Any], args: argparse.Namespace) -> tuple[list[dict
     known = sorted({t["op"] for t in targets})
     if args.kernel_type and args.kernel_type not in known:
         raise ExtractError(f"--kernel-type {args.kernel_type}: the profile has {', '.join(known)}")
-    chosen, skipped = [], []
+    chosen: list[dict] = []
+    skipped: list[dict] = []
     for target in targets:
         starter = repo_root() / STARTERS[args.backend] / f"{target['op']}.py"
         if args.rank not in (None, target["rank"]):
@@ -108,7 +109,7 @@ def choose(profile: dict[str, Any], args: argparse.Namespace) -> tuple[list[dict
 def earlier_targets(profile: dict[str, Any]) -> list[dict]:
     """Targets that were extracted from this very profile."""
     try:
-        plan = json.loads((workspace() / "plan.json").read_text())
+        plan = json.loads((shared() / "plan.json").read_text())
         return plan["targets"] if plan["profile_sha256"] == profile["sha256"] else []
     except (OSError, ValueError, KeyError):
         return []
@@ -151,7 +152,7 @@ def amdahl(share: float, speedup: float) -> float:
 
 def write(plan: dict[str, Any], chosen: list[dict]) -> None:
     """Make workspace/targets what the plan says. An active target that is gone is no longer active."""
-    folder, names = workspace() / "targets", [t["name"] for t in plan["targets"]]
+    folder, names = shared() / "targets", [t["name"] for t in plan["targets"]]
     for old in folder.glob("*") if folder.exists() else ():
         if old.name not in names:
             shutil.rmtree(old)
@@ -164,7 +165,7 @@ def write(plan: dict[str, Any], chosen: list[dict]) -> None:
     active = workspace() / "active"
     if active.exists() and active.read_text().strip() not in names:
         active.unlink()
-    atomic_write(workspace() / "plan.json", (json.dumps(plan, indent=1) + "\n").encode())
+    atomic_write(shared() / "plan.json", (json.dumps(plan, indent=1) + "\n").encode())
 
 
 def shown(plan: dict[str, Any], only_report: bool) -> str:
@@ -179,7 +180,7 @@ def shown(plan: dict[str, Any], only_report: bool) -> str:
             lines += wrapped(f"  {100 * s['share']:>5.1f}%  {s['op']} {s['shape']}: {s['why']}", indent=10)
     if (more := len(plan["skipped"]) - len(left[:12])) > 0:
         lines.append(f"  ... and {more} more in plan.json")
-    written = f"written: {workspace() / 'targets'}\nnext: uv run orchestrate.py next"
+    written = f"written: {shared() / 'targets'}\nnext: uv run orchestrate.py next"
     return "\n".join([*lines, "", "nothing written (--report)" if only_report else written])
 
 

@@ -16,9 +16,10 @@ import sys
 from dataclasses import fields
 
 from autokernel.cli import Parser  # isort: skip  (says what is missing before anything else misses it)
-from autokernel import digest, keep
+from autokernel import digest, keep, workers
 from autokernel.driver import Driver
 from autokernel.gitkeep import GitError, Repo
+from autokernel.kernelbench import LEVELS, ProblemError, plan, select
 from autokernel.night import Night, NightError, Rules
 from autokernel.records import Ledger, RecordError
 
@@ -27,7 +28,12 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     start = commands.add_parser("start", help="begin a run, or continue it: branch autokernel/<tag>")
-    start.add_argument("tag", help="name of the run")
+    start.add_argument("tag", nargs="?", help="name of the run (--kernelbench: default kb<level>)")
+    bench = start.add_argument_group("KernelBench problems as targets (program_kb.md)")
+    bench.add_argument("--kernelbench", action="store_true", help="problems instead of a model's hot sites")
+    bench.add_argument("--level", choices=LEVELS, help="of the problems")
+    bench.add_argument("--problems", default="", metavar="LIST", help="1-20,33 (default: the whole level)")
+    bench.add_argument("--backend", default="triton", choices=["triton", "cuda"], help="of their starters")
     commands.add_parser("plan", help="targets, shares, headroom, what-if, rules")
     following = commands.add_parser("next", help="which target now and why; installs its best kernel")
     following.add_argument("name", nargs="?", help="this target, or this operator")
@@ -44,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
         control = commands.add_parser(name, help=text)
         control.add_argument("name", nargs="?", help="default: the current target")
         control.add_argument("-m", "--message", default="", help="why")
+    worker = commands.add_parser("worker", help="room for one more agent: a git worktree, one GPU, the same ledger")
+    worker.add_argument("name", help="letters, digits, dashes")
+    worker.add_argument("--gpu", type=int, metavar="N", help="which GPU (default: the one with the fewest workers)")
+    worker.add_argument("--remove", action="store_true", help="free its target, move its folder to workspace/removed")
     commands.add_parser("report", help="workspace/report.html, report.md and progress.png")
     run = commands.add_parser("run", help="drive a coding agent until a budget is used up or nothing is left to do")
     run.add_argument("--agent", required=True, metavar="CMD", help="command with {brief}, e.g. 'codex exec {brief}'")
@@ -65,7 +75,7 @@ def main() -> int:
     args = parser().parse_args()
     try:
         print(answer(args))
-    except (GitError, NightError, RecordError) as error:
+    except (GitError, NightError, ProblemError, RecordError) as error:
         print(f"orchestrate.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -77,9 +87,7 @@ def main() -> int:
 
 def answer(args: argparse.Namespace) -> str:
     if args.command == "start":
-        said = Repo.here().start(args.tag)
-        Rules.change(vars(args))
-        return f"{said}\nnext: uv run orchestrate.py next"
+        return begin(args)
     if args.command == "next":
         return digest.next_up(*keep.choose(args.name))
     if args.command == "record":
@@ -87,6 +95,8 @@ def answer(args: argparse.Namespace) -> str:
     if args.command in ("skip", "revisit", "reset"):
         row, _ = keep.control(args.command, args.name, args.message)
         return f"{row.decision} {row.target or row.kernel_type}\nnext: uv run orchestrate.py next"
+    if args.command == "worker":
+        return place(args)
     if args.command == "run":
         Rules.change(vars(args))
         driver = Driver(args.agent, args.hours, args.max_experiments, args.max_cost_per_win, args.stall_minutes,
@@ -103,6 +113,30 @@ def answer(args: argparse.Namespace) -> str:
     from autokernel import nightreport  # matplotlib takes a second
 
     return nightreport.write(night)
+
+
+def begin(args: argparse.Namespace) -> str:
+    """Begin or continue a run. Problems are read before, and planned after, the branch is there."""
+    if (args.level is None) == args.kernelbench:
+        raise NightError("--kernelbench and --level go together, e.g. start --kernelbench --level 1 --problems 1-20")
+    if not args.tag and not args.kernelbench:
+        raise NightError("a run needs a name: uv run orchestrate.py start TAG")
+    problems = select(args.level, args.problems) if args.kernelbench else []
+    said = [Repo.here().start(args.tag or f"kb{args.level}")]
+    Rules.change(vars(args))
+    if problems:
+        said.append(plan(problems, args.backend))
+    return "\n".join([*said, "next: uv run orchestrate.py next"])
+
+
+def place(args: argparse.Namespace) -> str:
+    """Make or remove a worker."""
+    if args.remove:
+        aside = workers.remove(args.name)
+        return f"worker {args.name} is gone, its kept kernels and its branch stay; its folder was moved to {aside}"
+    worker, made = workers.add(args.name, args.gpu)
+    return (f"worker {worker.name}: {'made' if made else 'there already'}, GPU {worker.gpu or 'n/a'}\n"
+            f"next: cd {worker.root} && uv run orchestrate.py next")  # fmt: skip
 
 
 if __name__ == "__main__":

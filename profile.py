@@ -16,6 +16,7 @@ if __name__ == "profile":  # `import profile` means the standard module, which c
     import sysconfig
 
     _spec = importlib.util.spec_from_file_location("profile", f"{sysconfig.get_path('stdlib')}/profile.py")
+    assert _spec is not None and _spec.loader is not None
     sys.modules["profile"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["profile"])
 else:
@@ -29,7 +30,7 @@ else:
     import torch
 
     from autokernel import models, profiling, report, tables
-    from autokernel.paths import atomic_write, workspace
+    from autokernel.paths import atomic_write, shared, workspace
 
 
 def parser() -> "argparse.ArgumentParser":
@@ -38,13 +39,14 @@ def parser() -> "argparse.ArgumentParser":
     o = p.add_argument_group("output")
     o.add_argument("--top", type=int, default=25, metavar="N", help="rows to print (default: 25); the file has all")
     o.add_argument("--compile-baseline", action="store_true", help="time torch.compile too (minutes for a large model)")
-    o.add_argument("--export-trace", nargs="?", const="trace.json", metavar="FILE",
-                   help="keep the Chrome/Perfetto trace of the model as it is")  # fmt: skip
-    o.add_argument("--memory-snapshot", nargs="?", const="memory_snapshot.pickle", metavar="FILE",
-                   help="record allocations of one forward pass for pytorch.org/memory_viz")  # fmt: skip
-    o.add_argument("--torch-compile-log", nargs="?", const="torch_compile.log", metavar="FILE",
-                   help="log graph breaks, recompiles and generated code of torch.compile")  # fmt: skip
-    o.add_argument("--plot", nargs="?", const="profile.png", metavar="FILE", help="draw the targets as a bar chart")
+    files = {
+        "--export-trace": ("trace.json", "keep the Chrome/Perfetto trace of the model as it is"),
+        "--memory-snapshot": ("memory_snapshot.pickle", "record allocations of one pass for pytorch.org/memory_viz"),
+        "--torch-compile-log": ("torch_compile.log", "log graph breaks, recompiles and code of torch.compile"),
+        "--plot": ("profile.png", "draw the targets as a bar chart"),
+    }
+    for option, (name, text) in files.items():
+        o.add_argument(option, nargs="?", const=name, type=_output, metavar="FILE", help=text)
     o.add_argument("--json", action="store_true", help="print the record instead of the table")
     return p
 
@@ -56,11 +58,10 @@ def main() -> int:
         with report.progress() as progress:
             progress("building the model")
             loaded = models.load(args)
-            extra = [_compile_log(_path(args.torch_compile_log))] if args.torch_compile_log else []
-            found = profiling.profile(
-                loaded, args.compile_baseline or bool(args.torch_compile_log), _path(args.export_trace), progress
-            )
-            extra += [_memory_snapshot(loaded, _path(args.memory_snapshot))] if args.memory_snapshot else []
+            extra = [_compile_log(args.torch_compile_log)] if args.torch_compile_log else []
+            compiled = args.compile_baseline or args.torch_compile_log is not None
+            found = profiling.profile(loaded, compiled, args.export_trace, progress)
+            extra += [_memory_snapshot(loaded, args.memory_snapshot)] if args.memory_snapshot else []
     except models.ModelError as error:
         print(f"profile.py: {error}", file=sys.stderr)
         return 2
@@ -68,11 +69,11 @@ def main() -> int:
         print(f"profile.py: out of memory while profiling ({str(error).splitlines()[0]}); "
               "give a smaller --input-shape", file=sys.stderr)  # fmt: skip
         return 2
-    extra += [profiling.plot(found, _path(args.plot))] if args.plot else []
-    extra += [f"trace: {_path(args.export_trace)}"] if args.export_trace else []
+    extra += [profiling.plot(found, args.plot)] if args.plot else []
+    extra += [f"trace: {args.export_trace}"] if args.export_trace else []
     found.values["notes"] += extra
     found.values |= {"seconds": time.perf_counter() - start, "options": models.as_json(args)}
-    path = workspace() / "profile.json"
+    path = shared() / "profile.json"
     atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())
     print(path.read_text() if args.json else tables.summary(found.record(), args.top))
     if not args.json:
@@ -81,8 +82,8 @@ def main() -> int:
     return 0
 
 
-def _path(given: str | None) -> "Path | None":
-    return None if given is None else Path(given) if "/" in given else workspace() / given
+def _output(given: str) -> "Path":
+    return Path(given) if "/" in given else workspace() / given
 
 
 def _compile_log(path: "Path") -> str:

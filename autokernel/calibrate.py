@@ -6,7 +6,6 @@ percentage of it stays below 100. Takes a few seconds; nothing else may run on t
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,12 +62,6 @@ def _cold_times(run: Callable[[], Any], flush: torch.Tensor, repeats: int) -> li
     return times
 
 
-def _rates(work: float, all_times: list[list[float]]) -> tuple[float, float]:
-    """(best, median) of work per second; the median is that of the way that had the best run."""
-    times = min(all_times, key=min)
-    return work / min(times), work / statistics.median(times)
-
-
 def _bandwidths(free: int, flush: torch.Tensor, repeats: int) -> dict[str, float]:
     n = min(2**30, free // 8) // (4 * BLOCK * STEPS) * BLOCK * STEPS    # two of 1 GiB, at most a quarter of it
     src, dst = torch.rand(n, device=flush.device), torch.empty(n, device=flush.device)
@@ -77,16 +70,15 @@ def _bandwidths(free: int, flush: torch.Tensor, repeats: int) -> dict[str, float
     if triton is not None:
         copies.append(lambda: _move(_copy, src, dst))
         reads.append(lambda: _move(_read, src, dst))
-    copy, copy_median = _rates(8e-9 * n, [_cold_times(run, flush, repeats) for run in copies])
-    read, read_median = _rates(4e-9 * n, [_cold_times(run, flush, repeats) for run in reads])
-    return {"copy_gb_s": copy, "copy_median_gb_s": copy_median, "read_gb_s": read, "read_median_gb_s": read_median}
+    copy, read = (min(min(_cold_times(run, flush, repeats)) for run in ways) for ways in (copies, reads))
+    return {"copy_gb_s": 8e-9 * n / copy, "read_gb_s": 4e-9 * n / read}
 
 
-def _matmul_rates(arch: str, free: int, flush: torch.Tensor, repeats: int) -> dict[str, tuple[float, float]]:
-    """TFLOPS of torch.matmul per precision, (best, median). Random data: zeros draw less power and run faster."""
+def _matmul_rates(arch: str, free: int, flush: torch.Tensor, repeats: int) -> dict[str, float]:
+    """TFLOPS of torch.matmul per precision. Random data: zeros draw less power and run faster."""
     amd = arch.startswith("gfx")
     modern = amd or float(arch) >= 8                # bf16 and tf32 need Ampere
-    rates: dict[str, tuple[float, float]] = {}
+    rates: dict[str, float] = {}
     keep = torch.backends.cuda.matmul.fp32_precision
     try:
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("tf32", torch.float32),
@@ -99,7 +91,7 @@ def _matmul_rates(arch: str, free: int, flush: torch.Tensor, repeats: int) -> di
                 a, b = (torch.randn(n, n, device=flush.device, dtype=dtype) for _ in range(2))
                 out = torch.empty_like(a)
                 times = _cold_times(partial(torch.matmul, a, b, out=out), flush, repeats)
-                rates[name] = max(rates.get(name, (0.0, 0.0)), _rates(2e-12 * n**3, [times]))
+                rates[name] = max(rates.get(name, 0.0), 2e-12 * n**3 / min(times))
     finally:
         torch.backends.cuda.matmul.fp32_precision = keep
     return rates
@@ -114,7 +106,6 @@ def calibrate(device: Device, repeats: int = 12) -> Calibration:
         torch.cuda.empty_cache()
         moved = _bandwidths(free, flush, repeats)
         torch.cuda.empty_cache()
-    result = Calibration(device.key, now(), **moved, tflops={k: best for k, (best, _) in matmul.items()},
-                         tflops_median={k: median for k, (_, median) in matmul.items()})
+    result = Calibration(device.key, now(), **moved, tflops=matmul)
     save_calibration(result)
     return result

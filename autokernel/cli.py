@@ -12,11 +12,19 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _FILE = Path(sys.argv[0]).resolve()
 SCRIPT = str(_FILE.relative_to(_ROOT)) if _ROOT in _FILE.parents else _FILE.name  # as one types it after `uv run`
+CANNOT_RUN = {"verify.py": 3}  # whose 1 and 2 are verdicts on a model
+
+
+def _end(message):
+    print(message, file=sys.stderr)
+    sys.exit(CANNOT_RUN.get(SCRIPT, 1))
+
+
 if sys.version_info < (3, 10):  # noqa: UP036
-    sys.exit(f"{SCRIPT}: Python {sys.version.split()[0]} is too old, 3.10 or later is needed; run: uv run {SCRIPT}")
+    _end(f"{SCRIPT}: Python {sys.version.split()[0]} is too old, 3.10 or later is needed; run: uv run {SCRIPT}")
 for needed in ("torch", "numpy", "rich", "filelock"):
     if importlib.util.find_spec(needed) is None:
-        sys.exit(f"{SCRIPT}: {sys.executable} has no {needed}; run: uv run {SCRIPT} (uv itself: pip install uv)")
+        _end(f"{SCRIPT}: {sys.executable} has no {needed}; run: uv run {SCRIPT} (uv itself: pip install uv)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,4 +39,5 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         near = [found for word in wrong for found in difflib.get_close_matches(word, known, 2, 0.7)]
         meant = f" (did you mean {' or '.join(near)}?)" if near and message.startswith("unrecognized") else ""
-        self.exit(2, f"{SCRIPT}: {message}{meant}; see: uv run {SCRIPT}{self.prog.partition('.py')[2]} --help\n")
+        see = f"uv run {SCRIPT}{self.prog.partition('.py')[2]} --help"
+        self.exit(CANNOT_RUN.get(SCRIPT, 2), f"{SCRIPT}: {message}{meant}; see: {see}\n")

@@ -58,7 +58,8 @@ def read(worker: Worker, timeout: float = 60) -> dict[str, Any]:
     deadline = time.monotonic() + timeout
     while worker.child.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    return parse(worker.child.log.read_text(errors="replace"))
+    worker.child.said.seek(0)
+    return parse(worker.child.said.read().decode(errors="replace"))
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def glue(launchers: Mapping[str, Launcher]) -> str:
     """C entry points that take one packed struct (stream, device, arguments) and make the device current.
 
     One struct instead of one argument each: ctypes then converts once (0.3 us instead of 1.0 us at ten arguments).
-    device < 0 marks a call on CPU tensors."""
+    device < 0 marks a call on CPU tensors. No error is left from an earlier call: each asks for the last one."""
     parts = [
         '#line 1 "launcher glue"\n#include <cuda_runtime.h>',
         'extern "C" const char* ak_error_string(int code) { return cudaGetErrorString((cudaError_t)code); }',
@@ -278,8 +278,7 @@ extern "C" int ak_call_{launcher.name}(const ak_args_{launcher.name}* a) {{
     if (a->ak_device >= 0) {{
         code = (int)cudaGetDevice(&before);
         if (code == 0 && before != a->ak_device) code = (int)cudaSetDevice(a->ak_device);
-        if (code) return code;
-        cudaGetLastError();
+        if (code) return cudaGetLastError(), code;
     }}
     {f"{call};" if launcher.returns == "void" else f"code = (int){call};"}
     if (a->ak_device >= 0) {{
@@ -300,7 +299,7 @@ def bind(launcher: Launcher, handle: ctypes.CDLL, host_tensors: bool = False) ->
         if p.code != "P":
             values.append(name)
             continue
-        tests = [f"{name}.dtype is ak_torch.{p.dtype}"] * bool(p.dtype) + [f"{name}.is_contiguous()"] * (not p.strided)
+        tests = [f"{name}.dtype is ak_{p.dtype}"] * bool(p.dtype) + [f"{name}.is_contiguous()"] * (not p.strided)
         if device or p.optional:
             tests.append(f"{name}.get_device() == ak_device")
         else:
@@ -313,7 +312,7 @@ def bind(launcher: Launcher, handle: ctypes.CDLL, host_tensors: bool = False) ->
     code = f"""def {launcher.name}({", ".join(names.values())}):
     ak_code = None
     try:
-        ak_device = {device or "ak_torch.cuda.current_device()"}
+        ak_device = {device or "ak_current_device()"}
         if {" and ".join(checks) or "True"}:
             ak_code = ak_call(ak_pack({", ".join([stream, "ak_device", *values])}))
     except (AttributeError, TypeError, OverflowError, ak_struct_error):
@@ -326,7 +325,8 @@ def bind(launcher: Launcher, handle: ctypes.CDLL, host_tensors: bool = False) ->
     call = handle[f"ak_call_{launcher.name}"]
     call.argtypes = [ctypes.c_char_p]
     scope: dict[str, Any] = {
-        "ak_torch": torch,
+        **{f"ak_{p.dtype}": getattr(torch, p.dtype) for p in launcher.arguments if p.dtype},
+        "ak_current_device": torch.cuda.current_device,
         "ak_call": call,
         "ak_pack": struct.Struct("Pi" + "".join(p.code for p in launcher.arguments)).pack,  # native: as C lays it out
         "ak_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),  # not there in a torch without CUDA

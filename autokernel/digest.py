@@ -7,9 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from autokernel.night import CONTROLS, Night, Rules, Work
-from autokernel.paths import best_path, workspace
+from autokernel.paths import best_path, shared, workspace
 from autokernel.records import Row
 from autokernel.tables import wrapped
+from autokernel.workers import MAIN, everyone
 
 TRIED = 12  # experiments that `next` and the agent's brief repeat
 
@@ -38,14 +39,16 @@ def table(night: Night) -> list[list[str]]:
     rows = [["", "target", "share", "best", "us", "speedup", "roofline", "to gain", "kept", "tried", "hours", "state"]]
     for work in (w for w in night.works if w in night.candidates or w.experiments):
         reason = work.closed(night.rules)[0]
-        share = work.plan["share"] if work.plan else None
+        model = work.plan is not None and not work.problem
+        share = work.plan["share"] if work.plan and model else None
         roof = work.pct_roofline or (work.plan or {}).get("pct_roofline")
         rows.append([
             "*" if work is night.current else "", work.name, number(share and 100 * share, ".1f", "%"),
             f"#{work.best.experiment}" if work.best else "none", number(work.best.latency_us if work.best else None),
             number(work.speedup, ".3g", "x"), number(roof, ".0f", "%"),
-            number(night.model_gain(work), ".1f", "%") if work.plan else "n/a",
-            str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}", reason or "open",
+            number(night.model_gain(work), ".1f", "%") if model else "n/a",
+            str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}",
+            reason or (f"worker {other}'s" if (other := night.holder(work)) else "open"),
         ])  # fmt: skip
     return rows
 
@@ -66,7 +69,7 @@ def tried(row: Row) -> str:
 
 def about(night: Night, work: Work) -> list[str]:
     """The target, its best kernel and its headroom."""
-    plan, best = work.plan or {}, work.best
+    plan, best, model = work.plan or {}, work.best, work.plan and not work.problem
     bound = (best.bottleneck if best else plan.get("bound")) or "unknown"
     peak = best.pct_peak_measured or best.pct_peak if best else plan.get("pct_roofline")
     what = "none: measure the starter first"
@@ -75,11 +78,11 @@ def about(night: Night, work: Work) -> list[str]:
         what = f"experiment {best.experiment}, {number(best.latency_us)} us, {over[0]} PyTorch, {over[1]} torch.compile"
     return pairs(
         target=f"{work.name}  {plan.get('shape', '')} {plan.get('dtype', '')}".rstrip(),
-        where=f"{plan['where']}, {plan.get('calls') or '?'} calls a forward" if plan.get("where") else None,
-        share=f"{100 * plan['share']:.1f} % of the model's time, {number(plan.get('ms'))} ms" if plan else None,
+        where=plan.get("where") and plan["where"] + f", {plan.get('calls') or '?'} calls a forward" * bool(model),
+        share=f"{100 * plan['share']:.1f} % of the model's time, {number(plan.get('ms'))} ms" if model else None,
         best=what,
         roofline=f"{number(peak, '.0f', ' %')} reached, bound: {bound}",
-        model_gain=f"{night.model_gain(work):.1f} % of today's model time lies above its roofline" if plan else None,
+        model_gain=f"{night.model_gain(work):.1f} % of today's model time lies above its roofline" if model else None,
         best_file=best_path(work.name if work.plan else "", work.op) if best else None,
         spent=f"{len(work.experiments)} experiments, {work.wins} kept, {work.hours:.1f} h",
     ) if best or plan else pairs(target=work.name, best=what)  # fmt: skip
@@ -101,13 +104,13 @@ def plan(night: Night) -> str:
     lines = []
     if night.plan:
         p = night.plan
-        lines += [f"{p.get('model')} {p.get('inputs')} {p.get('dtype')}: {number(p.get('total_ms'))} ms a forward", ""]
+        took = f": {number(p['total_ms'])} ms a forward" if "total_ms" in p else ""
+        lines += [f"{p.get('model')} {p.get('inputs')} {p.get('dtype')}{took}", ""]
     lines += targets(night)
-    if night.plan:
-        what_if = night.plan.get("model_speedup_if") or {}
+    if night.plan and (what_if := night.plan.get("model_speedup_if")):
         estimate = ", ".join(f"{v:.2f}x if each target gets {k} faster" for k, v in what_if.items())
         lines += ["", *wrapped(f"The model by Amdahl's law (an estimate; verify.py measures): {estimate}.")]
-    else:
+    elif not night.plan:
         lines += ["", *wrapped("No model is planned: the operator of kernel.py is worked on by itself. To begin from a "
                                "model: uv run profile.py, then uv run extract.py")]  # fmt: skip
     rules = ", ".join(f"{f.name} {getattr(night.rules, f.name):g}" for f in fields(Rules))
@@ -118,12 +121,13 @@ def next_up(verb: str, work: Work | None, why: str, night: Night, remarks: list[
     lines = wrapped(f"{verb}{' ' + work.name if work else ''}: {why}")
     lines += [f"note: {r}" for r in remarks]
     if work is None:
-        return "\n".join([*lines, "next: uv run orchestrate.py report, then uv run verify.py"])
+        after = "uv run kernelbench/scorer.py --level N" if any(w.problem for w in night.works) else "uv run verify.py"
+        return "\n".join([*lines, f"next: uv run orchestrate.py report, then {after}"])
     lines += ["", *about(night, work), ""]
     if work.since_reset:
         lines += ["tried:", *ideas(work), ""]
     begin = "edit kernel.py, " if work.best else ""
-    return "\n".join([*lines, f"next: {begin}uv run bench.py, then uv run orchestrate.py record -m 'what was tried'"])
+    return "\n".join([*lines, f"next: {begin}{work.bench}, then uv run orchestrate.py record -m 'what was tried'"])
 
 
 def recorded(row: Row, night: Night, remarks: list[str]) -> str:
@@ -131,9 +135,9 @@ def recorded(row: Row, night: Night, remarks: list[str]) -> str:
     best, state = work.best, "kept: kernel.py is the best kernel now"
     if row.decision == "revert":
         state = f"kernel.py is experiment {best.experiment}'s again" if best else "no best yet, kernel.py stays"
-        state += f"; the attempt lies in {workspace() / 'experiments' / str(row.experiment)}"
+        state += f"; the attempt lies in {shared() / 'experiments' / str(row.experiment)}"
     verb, target, why = night.choose()
-    again = "edit kernel.py, uv run bench.py, uv run orchestrate.py record -m 'what was tried'"
+    again = f"edit kernel.py, {work.bench}, uv run orchestrate.py record -m 'what was tried'"
     return "\n".join([
         *pairs(
             experiment=row.experiment, decision=row.decision.upper(), outcome=row.correctness, reason=row.reason,
@@ -157,8 +161,20 @@ def status(night: Night) -> str:
             current=night.current.name if night.current else "none",
             driver=_beat(json.loads(beat.read_text())) if beat.exists() else None,
         ),
-        "", *targets(night), "", "next: uv run orchestrate.py next",
+        "", *targets(night), *workers(night), "", "next: uv run orchestrate.py next",
     ])  # fmt: skip
+
+
+def workers(night: Night) -> list[str]:
+    """All who work on the run, where anybody does beside the main checkout."""
+    rows = [["worker", "GPU", "works on", "tried", "kept", "silent", "folder"]]
+    for w in everyone():
+        own = [r for r in night.experiments if (r.worker or MAIN) == w.name]
+        target = next((t for t, holder in night.claims.items() if holder == w.name), "nothing")
+        silent = w.silent()
+        rows.append([w.name, w.gpu[:12] or "n/a", target, str(len(own)), str(sum(r.decision == "keep" for r in own)),
+                     f"{silent:.0f} min" if silent < 600 else f"{silent / 60:.0f} h", str(w.root)])  # fmt: skip
+    return ["", *aligned(rows, (0, 1, 2, 6))] if len(rows) > 2 else []
 
 
 def _beat(v: dict[str, Any]) -> str:
@@ -187,12 +203,15 @@ def as_json(night: Night, name: str | None = None, failed: bool = False) -> list
 def brief(night: Night, pending: bool) -> str:
     """What a freshly started agent is told: who it is, the loop, the state."""
     verb, work, why = night.choose()
+    problems = any(w.problem and w.plan for w in night.works)
+    page = "program_kb.md" if problems else "program.md"
+    measure = "uv run kernelbench/bench_kb.py" if problems else "uv run bench.py"
     lines = [
-        "You optimise GPU kernels in this repository, alone and unattended. Read program.md first: it holds the loop, "
+        f"You optimise GPU kernels in this repository, alone and unattended. Read {page} first: it holds the loop, "
         "the rules and the playbook. Edit kernel.py only. Do not ask and do not wait for anybody: go on until "
         "`uv run orchestrate.py next` answers DONE.",
         "",
-        "The loop: uv run orchestrate.py next; then again and again: edit kernel.py, uv run bench.py, "
+        f"The loop: uv run orchestrate.py next; then again and again: edit kernel.py, {measure}, "
         "uv run orchestrate.py record -m 'one line: what was tried'.",
         "",
         *(["The last measurement has no row yet: begin with uv run orchestrate.py record -m '...'.", ""] * pending),

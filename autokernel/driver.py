@@ -61,7 +61,7 @@ class Driver:
         try:
             with FileLock(workspace() / "run.lock", timeout=0):
                 self._refuse_orphan()
-                self.first = len(self._night().experiments)
+                self.first = len(self._night().mine)
                 self.first_wins = self._wins(self._night())
                 self.state = self._sessions()
         except Timeout:
@@ -84,16 +84,16 @@ class Driver:
 
     @staticmethod
     def _wins(night: Night) -> int:
-        return sum(r.decision == "keep" for r in night.experiments)
+        return sum(r.decision == "keep" for r in night.mine)
 
     def _sessions(self) -> str:
         idle = 0
         while not (why := self._over()):
-            before = len(self._night().experiments)
+            before = len(self._night().mine)
             status = self._one_session()
             if status in (126, 127):
                 raise NightError(f"the agent's command does not run: {self._tail()}")
-            idle = 0 if len(self._night().experiments) > before else idle + 1
+            idle = 0 if len(self._night().mine) > before else idle + 1
             if idle >= IDLE_SESSIONS:
                 return f"gave up: {idle} sessions of the agent without an experiment, last exit status {status}"
             if idle and not self._over():
@@ -104,7 +104,7 @@ class Driver:
     def _over(self) -> str:
         """Why the run ends now, or ""."""
         night = self._night()
-        done, wins = len(night.experiments) - self.first, self._wins(night) - self.first_wins
+        done, wins = len(night.mine) - self.first, self._wins(night) - self.first_wins
         if self.stop_file.exists():
             return f"stopped by {self.stop_file}"
         if self.hours is not None and time.time() - self.began >= 3600 * self.hours:
@@ -185,7 +185,7 @@ class Driver:
         night = self._night()
         values = {
             "time": now(), "state": self.state, "driver_pid": os.getpid(), "agent_pid": pid, "session": self.session,
-            "experiments": len(night.experiments) - self.first, "kept": self._wins(night) - self.first_wins,
+            "experiments": len(night.mine) - self.first, "kept": self._wins(night) - self.first_wins,
             "cost": round(self.cost, 4), "hours": round((time.time() - self.began) / 3600, 3),
         }  # fmt: skip
         atomic_write(workspace() / "heartbeat.json", (json.dumps(values, indent=1) + "\n").encode())

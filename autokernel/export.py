@@ -31,13 +31,14 @@ import torch
 from autokernel import ops, paths
 from autokernel.compare import TOLERANCES
 from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.kernelbench import KERNEL_TYPE
+from autokernel.night import KEPT
 from autokernel.records import Ledger
 from autokernel.source import KernelSource, read_kernel
-from autokernel.spec import DTYPES, STAGES, Case, OpSpec
+from autokernel.spec import DTYPES, STAGES, Case, OpSpec, dtype_name
 from autokernel.targets import read_target
 
 BACKENDS = ("cuda", "rocm", "cpu")  # of a Triton build; cpu is Triton's interpreter: to rehearse without a GPU
-KEPT = ("keep", "baseline")  # decisions that make an experiment the best so far
 LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
 ANNOTATIONS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "float | None"}
 MAX_ELEMENTS = {False: 1 << 15, True: 1 << 22}  # of a test case: in Triton's interpreter, on a GPU
@@ -92,33 +93,26 @@ class Project:
 # ---- which kernel, and what the judge said of it --------------------------------------------------------------------
 
 
-def kept_kernel(target: str) -> Path:
-    """The source of a target's best kernel so far. Raises ExportError with the targets that have one."""
+def kept() -> dict[str, Path]:
+    """Target -> the source of its best kernel so far, in order of rank."""
     ledger = Ledger()
-    kept = {row.target: row for row in ledger.rows() if row.decision in KEPT and row.correctness == "PASS"}
-    if target not in kept:
-        known = ", ".join(sorted(filter(None, kept))) or "none"
-        raise ExportError(f"--target {target!r} has no kept kernel; targets with one: {known}")
-    return ledger.attempt(kept[target].experiment or 0) / "kernel.py"
+    rows = (row for row in ledger.rows() if row.decision in KEPT and row.kernel_type != KERNEL_TYPE)
+    best = {row.target: row for row in rows if row.target}
+    ranked = sorted(best, key=lambda t: (int(head) if (head := t.partition("_")[0]).isdigit() else 0, t))
+    return {target: ledger.attempt(best[target].experiment or 0) / "kernel.py" for target in ranked}
 
 
-def kept_targets() -> list[str]:
-    """Targets with a kept kernel, in order of rank. Raises ExportError when there is none."""
-    names = {row.target for row in Ledger().rows() if row.decision in KEPT and row.target}
-    if not names:
-        raise ExportError("--all: no target has a kept kernel; make one with: uv run orchestrate.py run")
-    return sorted(names, key=lambda name: (int(head) if (head := name.partition("_")[0]).isdigit() else 0, name))
-
-
-def verdict(source: KernelSource) -> tuple[dict[str, Any], str]:
-    """(the judge's best record of exactly this source or {}, why it does not count or "")."""
-    places = [paths.workspace() / "last_run.json", *(paths.workspace() / "experiments").glob("*/record.json")]
+def verdict(source: KernelSource, workspace: Path | None = None, target: str = "") -> tuple[dict[str, Any], str]:
+    """(the judge's best record of exactly this source, on a target if one is given, or {}; why it does not count)."""
+    folder = workspace or paths.workspace()
+    places = [folder / "last_run.json", *((workspace or paths.shared()) / "experiments").glob("*/record.json")]
     mine: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for place in places:
         with contextlib.suppress(OSError, ValueError, KeyError):
             record = json.loads(place.read_text())
-            (mine if record["source_sha256"] == source.sha256 else others).append(record)
+            same = record["source_sha256"] == source.sha256 and target in ("", record.get("target"))
+            (mine if same else others).append(record)
     mine.sort(key=lambda r: (not _objection(r), r.get("device") == "cuda", len(r.get("sizes") or ()), r["started"]))
     judge = f"judge it with: uv run bench.py --kernel {source.path}"
     if mine:
@@ -198,11 +192,11 @@ def layers_source(project: Project, spec: OpSpec) -> str:
 
 
 def _dtype_names(spec: OpSpec) -> str:
-    return ", ".join(str(DTYPES[d]).removeprefix("torch.") for d in spec.dtypes)
+    return ", ".join(dtype_name(DTYPES[d]) for d in spec.dtypes)
 
 
 def _doc(spec: OpSpec) -> str:
-    return textwrap.dedent("    " + (spec.reference.__doc__ or spec.name)).strip().replace("\n", "\n    ")
+    return inspect.cleandoc(spec.reference.__doc__ or spec.name).replace("\n", "\n    ")
 
 
 def _call(spec: OpSpec) -> str:
@@ -230,14 +224,14 @@ def _check_dim(spec: OpSpec, first: str) -> str:
 
 def reference_source(spec: OpSpec) -> str:
     """The formula that the kernel was judged by, with what its module defines for it."""
-    text = inspect.getsource(inspect.getmodule(spec.reference))
+    text = inspect.getsource(sys.modules[spec.reference.__module__])
     wanted, kept = {spec.reference.__name__}, []
     for node in reversed(ast.parse(text).body):  # what a name needs is defined before it
         names = {getattr(t, "id", None) for t in getattr(node, "targets", ())} | {getattr(node, "name", None)}
         names |= {(a.asname or a.name).partition(".")[0] for a in getattr(node, "names", ())}
         if names & wanted:
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            kept.append(ast.get_source_segment(text, node))
+            kept.append(ast.get_source_segment(text, node) or "")
     return "\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""', *reversed(kept)]) + "\n"
 
 
@@ -268,7 +262,7 @@ def _case_line(spec: OpSpec, case: Case) -> str:
     out = torch.float32 if spec.out_dtype == "float32" else dtype
     grown = max(1.0, (spec.depth(case.size) / 512) ** 0.5) if out == torch.float32 else 1.0
     tolerance = 2 * TOLERANCES[out] * spec.tolerance * grown  # the judge's, with room for content it did not draw
-    return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{str(dtype).removeprefix("torch.")}", {tolerance:.1e}),'
+    return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{dtype_name(dtype)}", {tolerance:.1e}),'
 
 
 def project_files(
@@ -414,13 +408,12 @@ def _limits(source: KernelSource, spec: OpSpec, record: Mapping[str, Any]) -> li
 
 def read_source(path: Path, target: str = "") -> KernelSource:
     """Read and check a kernel file for export. Raises ExportError for imports that the Hub's loader cannot give it."""
-    expected = read_target(paths.workspace() / "targets" / target).spec.name if target else None
+    expected = read_target(paths.shared() / "targets" / target).spec.name if target else None
     source = read_kernel(path, expected)
     allowed = {"torch", "triton"} | sys.stdlib_module_names
-    for node in ast.walk(ast.parse(source.data)):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        names = [node.module or "."] if isinstance(node, ast.ImportFrom) else names
-        for name in names:
+    imports = [n for n in ast.walk(ast.parse(source.data)) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    for node in imports:
+        for name in [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or "."]:
             ours = source.backend == "cuda" and name == "autokernel.cuda"
             if name.partition(".")[0] not in allowed and not ours:
                 raise ExportError(f"{path}:{node.lineno}: imports {name}; a kernel from the Hub has torch, triton and "
@@ -433,6 +426,7 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
 
     {"folder", "variants", "refusal", "validated": variant -> "passed" or why it was not run, "note"}.
     """
+    output = output.absolute()  # its own tests run in it
     if output.exists():
         raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
     record, refusal = verdict(source)

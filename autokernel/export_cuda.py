@@ -62,18 +62,17 @@ def read_cuda(source: KernelSource, cu_path: str) -> CudaSource:
         raise KernelError(f"{name}: {error}") from None
     if not launchers:
         raise KernelError(f'{name}: its CUDA source has no launcher; write one: extern "C" int NAME(..., cudaStream_t)')
-    changes = {imports[0]: "from ._cuda import compile_cuda"}
-    argument = calls[0].args[0] if calls[0].args else None
+    changes: dict[ast.stmt | ast.expr, str] = {imports[0]: "from ._cuda import compile_cuda"}
+    names = [a.id for a in calls[0].args if isinstance(a, ast.Name)]
     for node in tree.body:
-        literal = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        if literal and isinstance(argument, ast.Name) and node.targets[0].id == argument.id:
-            changes[node.value] = f'"compiled from {cu_path}"'
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            if any(isinstance(target, ast.Name) and target.id in names for target in node.targets):
+                changes[node.value] = f'"compiled from {cu_path}"'
     head = [f"// The CUDA side of {name}, sha256 {source.sha256}."] + [f"#define {k} {v}" for k, v in defines.items()]
-    arch = re.fullmatch(r"sm_(\d+)(\d)([af]?)", cuda_arch())
     return CudaSource(
         _replaced(source.data, changes), "\n".join(head) + f"\n{values['source']}", binding(launchers, cu_path),
         dict(values.get("defines") or {}), ["-Xcompiler", "-fno-gnu-unique", *(values.get("flags") or ())],
-        f"{arch[1]}.{arch[2]}{arch[3]}",
+        re.sub(r"sm_(\d+)(\d)", r"\1.\2", cuda_arch()),
     )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def _called(node: ast.Call) -> str:
 
 def _arguments(source: KernelSource, call: ast.Call) -> dict[str, Any]:
     """What compile_cuda is called with, as the file's module level defines it."""
-    given = dict(zip(("source",), call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+    given = dict(zip(("source",), call.args, strict=False)) | {k.arg or "**": k.value for k in call.keywords}
     if unknown := set(given) - {"source", "defines", "flags"}:
         raise KernelError(f"{source.path.name}:{call.lineno}: compile_cuda({unknown.pop()}=...) cannot be exported; "
                           "known: source, defines, flags")  # fmt: skip
@@ -98,14 +97,14 @@ def _arguments(source: KernelSource, call: ast.Call) -> dict[str, Any]:
                           f"{why}") from None  # fmt: skip
 
 
-def _replaced(data: bytes, changes: dict[ast.AST, str]) -> str:
+def _replaced(data: bytes, changes: dict[ast.stmt | ast.expr, str]) -> str:
     """The file's text with some nodes written anew."""
     starts = [0]
     for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     for node, text in sorted(changes.items(), key=lambda c: -c[0].lineno):
         begin = starts[node.lineno - 1] + node.col_offset
-        end = starts[node.end_lineno - 1] + node.end_col_offset
+        end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         data = data[:begin] + text.encode() + data[end:]
     return data.decode()
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from autokernel.paths import atomic_write, repo_root
+from autokernel.paths import atomic_write, repo_root, worker
 
 PREFIX = "autokernel/"
 LOCK_SECONDS = 10.0  # another git may be at work: an orphan of a killed command, an editor
@@ -68,12 +68,14 @@ class Repo:
         if not branch.startswith(PREFIX):
             raise GitError(f"on branch {branch.strip()}, not on an autokernel/<tag>: nothing was changed; "
                            "start with: uv run orchestrate.py start <tag>")  # fmt: skip
-        return branch.strip().removeprefix(PREFIX)
+        return branch.strip().removeprefix(PREFIX).removesuffix(f"+{worker().get('worker', '')}")
 
     def start(self, tag: str) -> str:
         """Go to branch autokernel/<tag>, made here if there is none. Returns what was done. Raises GitError."""
         branch = PREFIX + tag
-        if self.run("check-ref-format", "--branch", branch)[0]:
+        if worker():
+            raise GitError(f"this is worker {worker()['worker']} of a run; start another in {worker()['main']}")
+        if "+" in tag or self.run("check-ref-format", "--branch", branch)[0]:  # + parts the tag from a worker's name
             raise GitError(f"{tag!r} cannot be part of a branch name; use letters, digits and dashes")
         if self.run("rev-parse", "--verify", "-q", "HEAD")[0]:
             raise GitError("the repository has no commit yet; make one with: git add -A && git commit -m 'AutoKernel'")

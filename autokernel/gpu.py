@@ -28,9 +28,7 @@ if TYPE_CHECKING:                                   # torch takes 3.5 s to impor
     import torch
 
 PRECISIONS = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
-_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8",
-           "float8_e5m2": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2fnuz": "fp8"}
-CALIBRATION_SCHEMA = 1
+CALIBRATION_SCHEMA = 2
 # The highest clock lies above the boost clock that the datasheet's peak is for: 1980 over 1830 MHz on an H200.
 CLOCK_HEADROOM = 1.10
 # A peak known from a measurement alone is what a library reached on one shape; an honest kernel may beat it so far.
@@ -63,12 +61,9 @@ class Device:
     name: str
     index: int
     arch: str
-    sms: int
-    memory_bytes: int
     l2_mb: float | None
     uuid: str
     driver: str
-    toolkit: str                                    # "CUDA 13.0" or "ROCm 7.1"
     torch: str
     spec: GpuSpec | None = None
 
@@ -80,16 +75,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one GPU measured: the best of single cold-cache runs, and their median. Bytes count reads plus writes."""
+    """What one GPU measured: the best of single cold-cache runs. Bytes count reads plus writes."""
 
     key: str
     measured_at: str
     copy_gb_s: float | None = None
-    copy_median_gb_s: float | None = None
     read_gb_s: float | None = None
-    read_median_gb_s: float | None = None
     tflops: Mapping[str, float] = field(default_factory=dict)
-    tflops_median: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bandwidth_gb_s(self) -> float | None:
@@ -115,11 +107,6 @@ class Roofline:
     def pct_peak(self) -> float | None:
         """Of the datasheet peak of whatever bounds the kernel."""
         return self.pct_peak_compute if self.bottleneck == "compute" else self.pct_peak_bandwidth
-
-    @property
-    def pct_peak_measured(self) -> float | None:
-        """Of the measured peak of whatever bounds the kernel."""
-        return self.pct_measured_compute if self.bottleneck == "compute" else self.pct_measured_bandwidth
 
 
 # --- the table ------------------------------------------------------------------------------------------------------
@@ -225,24 +212,21 @@ def detect(index: int = 0) -> Device | None:
     arch = p.gcnArchName.split(":")[0] if torch.version.hip else f"{p.major}.{p.minor}"
     spec = lookup(p.name, p.total_memory, p.multi_processor_count, arch)
     l2 = max(getattr(p, "L2_cache_size", 0) / 2**20, (spec.l2_mb or 0) if spec else 0)    # ROCm reports one die's L2
-    toolkit = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
-    return Device(name=p.name, index=index, arch=arch, sms=p.multi_processor_count, memory_bytes=p.total_memory,
-                  l2_mb=l2 or None, uuid=str(getattr(p, "uuid", "")), driver=_driver_version(), toolkit=toolkit,
-                  torch=str(torch.__version__), spec=spec)
+    return Device(name=p.name, index=index, arch=arch, l2_mb=l2 or None, uuid=str(getattr(p, "uuid", "")),
+                  driver=_driver_version(), torch=str(torch.__version__), spec=spec)
 
 
 # --- the roofline ---------------------------------------------------------------------------------------------------
 
-def _precision(dtype: torch.dtype | str, allow_tf32: bool = False) -> str | None:
-    text = str(dtype).removeprefix("torch.")
-    name = text if text in PRECISIONS else _DTYPES.get(text)
+def _precision(dtype: torch.dtype | str, allow_tf32: bool = False) -> str:
+    """torch.float8_e4m3fn -> "fp8", torch.bfloat16 -> "bf16", "fp32" -> "fp32" or "tf32"."""
+    name = str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp").partition("_")[0]
     return "tf32" if name == "fp32" and allow_tf32 else name
 
 
 def peak_tflops(spec: GpuSpec | Calibration | None, dtype: torch.dtype | str, allow_tf32: bool = False) -> float | None:
     """Peak rate for `dtype` (torch.float16, "float16" or "fp16"); float32 is the FMA rate, or TF32 where allowed."""
-    name = _precision(dtype, allow_tf32)
-    return spec.tflops.get(name) if spec and name else None
+    return spec.tflops.get(_precision(dtype, allow_tf32)) if spec else None
 
 
 def _ceiling_tflops(spec: GpuSpec | Calibration | None, dtype: torch.dtype | str, allow_tf32: bool) -> float | None:
@@ -255,18 +239,14 @@ def _ceiling_tflops(spec: GpuSpec | Calibration | None, dtype: torch.dtype | str
     rates: Mapping[str, float] = spec.tflops if spec else {}
     name = _precision(dtype, allow_tf32)
     ways = {"fp32": {"fp32": 1, "tf32": 3, "fp16": 3}, "tf32": {"fp32": 1, "tf32": 1, "fp16": 1, "bf16": 1},
-            "fp64": {}}.get(name or "", {name or "": 1})
+            "fp64": {}}.get(name, {name: 1})
     return max((rates[way] / products for way, products in ways.items() if way in rates), default=None)
 
 
-def ridge_point(spec: GpuSpec | Calibration | None, dtype: torch.dtype | str, allow_tf32: bool = False) -> float | None:
+def _ridge_point(spec: GpuSpec | Calibration | None, dtype: torch.dtype | str, allow_tf32: bool) -> float | None:
     """Arithmetic intensity (FLOP/byte) at which the compute and the memory roof meet."""
     peak = peak_tflops(spec, dtype, allow_tf32)
     return peak * 1e3 / spec.bandwidth_gb_s if spec and peak and spec.bandwidth_gb_s else None
-
-
-def _percent(value: float, peak: float | None) -> float | None:
-    return 100 * value / peak if peak else None
 
 
 def roofline(flops: float, bytes_moved: float, seconds: float, dtype: torch.dtype | str, spec: GpuSpec | None = None,
@@ -280,20 +260,20 @@ def roofline(flops: float, bytes_moved: float, seconds: float, dtype: torch.dtyp
         raise ValueError(f"seconds = {seconds}: a measured time is above 0")
     tflops, gb_s = flops / seconds / 1e12, bytes_moved / seconds / 1e9
     intensity = flops / bytes_moved if bytes_moved else None
-    ridge = ridge_point(spec, dtype, allow_tf32) or ridge_point(measured, dtype, allow_tf32)
+    ridge = _ridge_point(spec, dtype, allow_tf32) or _ridge_point(measured, dtype, allow_tf32)
     bottleneck = None if ridge is None or intensity is None else "compute" if intensity >= ridge else "memory"
 
-    def compute(of: GpuSpec | Calibration | None) -> float | None:
-        peak = peak_tflops(of, dtype, allow_tf32)
-        return _percent(tflops, _ceiling_tflops(of, dtype, allow_tf32) if peak and tflops > peak else peak)
+    def percents(of: GpuSpec | Calibration | None) -> tuple[float | None, float | None]:
+        peak, bandwidth = peak_tflops(of, dtype, allow_tf32), of.bandwidth_gb_s if of else None
+        if peak and tflops > peak:
+            peak = _ceiling_tflops(of, dtype, allow_tf32)
+        return 100 * tflops / peak if peak else None, 100 * gb_s / bandwidth if bandwidth else None
 
-    return Roofline(tflops, gb_s, intensity, ridge, bottleneck, compute(spec),
-                    _percent(gb_s, spec.bandwidth_gb_s) if spec else None, compute(measured),
-                    _percent(gb_s, measured.bandwidth_gb_s) if measured else None)
+    return Roofline(tflops, gb_s, intensity, ridge, bottleneck, *percents(spec), *percents(measured))
 
 
 def floor_seconds(flops: float, read_bytes: float, dtype: torch.dtype | str, spec: GpuSpec | None = None,
-                  measured: Calibration | None = None, *, write_bytes: float = 0, l2_mb: float | None = None,
+                  measured: Calibration | None = None, *, write_bytes: float = 0,
                   allow_tf32: bool = False) -> float | None:
     """No honest kernel is faster than this from a cold cache; a shorter time is invalid. None where nothing is known.
 
@@ -309,8 +289,7 @@ def floor_seconds(flops: float, read_bytes: float, dtype: torch.dtype | str, spe
                    CLOCK_HEADROOM, MEASURED_HEADROOM["compute"]) * 1e12
     memory = rate(spec.bandwidth_gb_s if spec else None, measured.bandwidth_gb_s if measured else None,
                   1.0, MEASURED_HEADROOM["bandwidth"]) * 1e9
-    l2_mb = l2_mb or (spec.l2_mb if spec else None)
-    traffic = read_bytes + (max(0.0, write_bytes - l2_mb * 2**20) if l2_mb else 0)
+    traffic = read_bytes + (max(0.0, write_bytes - spec.l2_mb * 2**20) if spec and spec.l2_mb else 0)
     bounds = [work / peak for work, peak in ((flops, compute), (traffic, memory)) if peak]
     return max(bounds, default=None)
 

@@ -45,15 +45,16 @@ def name(node: Any) -> str:
 
 
 def operand(node: fx.Node, key: str | int, default: Any = None) -> Any:
-    """An operand by its name in the ATen schema, or by position; the schema's default where it was not given."""
-    arguments = node.target._schema.arguments
-    for index, argument in enumerate(arguments):
-        if argument.name == key or index == key:
-            if index < len(node.args):
-                return node.args[index]
-            if argument.name in node.kwargs:
-                return node.kwargs[argument.name]
-            return argument.default_value if argument.has_default_value() else default
+    """An operand by position, or by its name in the ATen schema; the schema's default where it was not given."""
+    if isinstance(key, int):
+        return node.args[key] if key < len(node.args) else default
+    if key in node.kwargs:
+        return node.kwargs[key]
+    schema = getattr(node.target, "_schema", None)
+    for index, argument in enumerate(schema.arguments if schema else ()):
+        if argument.name == key:
+            given = argument.default_value if argument.has_default_value() else default
+            return node.args[index] if index < len(node.args) else given
     return default
 
 
@@ -78,9 +79,14 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 
 def value(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that stands for a node's value: shape, strides, dtype."""
+    """The fake tensor that stands for a node's value: shape, strides, dtype. None for what is no tensor."""
     found = node.meta.get("val")
     return found if isinstance(found, torch.Tensor) else None
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """`value` of a node that gives a tensor."""
+    return node.meta["val"]
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
@@ -95,21 +101,19 @@ def number(operand: Any) -> float | None:
 
 def part(node: fx.Node) -> tuple[fx.Node, int, int, int] | None:
     """(base, axis, start, length) when a node is a contiguous part of another one along one axis."""
-    if name(node) == "getitem" and isinstance(node.args[1], int):
-        pieces, index = node.args[0], node.args[1]
-        if name(pieces) not in ("chunk", "split", "split_with_sizes"):
-            return None
-        base, axis = pieces.args[0], operand(pieces, "dim", 0)
-        sizes = [v.shape[axis] for v in pieces.meta["val"]]
-        return base, axis % len(shape(base)), sum(sizes[:index]), sizes[index]
-    if name(node) == "slice" and operand(node, "step", 1) == 1:
-        base, axis, start = node.args[0], operand(node, "dim", 0), operand(node, "start") or 0
-    elif name(node) == "narrow":
-        base, axis, start = node.args[:3]
+    kind, base = name(node), operand(node, 0)
+    if kind == "getitem" and name(base) in ("chunk", "split", "split_with_sizes"):
+        axis, index = operand(base, "dim", 0), operand(node, 1)
+        start = sum(piece.shape[axis] for piece in base.meta["val"][:index])
+        base = operand(base, 0)
+    elif kind == "slice" and operand(node, "step") == 1:
+        axis, start = operand(node, "dim"), operand(node, "start") or 0
+    elif kind == "narrow":
+        axis, start = node.args[1:3]
     else:
         return None
-    axis, size = axis % len(shape(base)), shape(base)[axis]
-    return base, axis, start % size if start < 0 else start, shape(node)[axis]
+    axis %= len(shape(base))
+    return base, axis, start % shape(base)[axis] if start < 0 else start, shape(node)[axis]
 
 
 def region(output: fx.Node, leaves: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -191,13 +195,14 @@ class Match:
 class Graph:
     """One captured graph, called by torch.compile in place of the model's code.
 
-    module: the ATen graph, from the first call on. origin: what each input is ("parameter", "buffer", "input") and its
-    name. calls: how often it ran. run: set it to run something else with the same signature.
+    module: the graph, of ATen operators once it is lowered, by the first call. origin: what each input is ("parameter",
+    "buffer", "input") and its name. calls: how often it ran. problem: why it could not be lowered; it runs all the
+    same. run: set it to run something else with the same signature.
     """
 
     def __init__(self, index: int, source: fx.GraphModule, owner: Capture):
-        self.index, self.source, self.owner = index, source, owner
-        self.module: fx.GraphModule | None = None
+        self.index, self.source, self.module, self.owner = index, source, source, owner
+        self.lowered = self._ready = False
         self.origin: dict[fx.Node, tuple[str, str]] = {}
         self.inputs: tuple = ()
         self.run: Callable | None = None
@@ -206,8 +211,10 @@ class Graph:
 
     def __call__(self, *inputs: Any) -> Any:
         self.calls += 1
-        if self.module is None:
+        if not self._ready:
             self._lower(inputs)
+            self.owner.prepare(self, inputs)
+            self._ready = True  # where preparing failed, the next call tries again
         if self.owner.keep_inputs:
             self.inputs = inputs
         return (self.run or self.module)(*inputs)
@@ -216,13 +223,17 @@ class Graph:
         try:
             with torch.no_grad():
                 self.module = lower(self.source, inputs)
-        except Exception as error:  # an operator that cannot be traced: the graph still runs, without sites
-            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            self.module = self.source
+            self.lowered = True
+        except Exception as error:  # an operator that cannot be traced: no sites here
+            self.problem = one_line(error)
         names = self.owner.tensor_names()
-        placeholders = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        placeholders = self.module.graph.find_nodes(op="placeholder")
         for node, given in zip(placeholders, inputs, strict=True):
             self.origin[node] = names.get(id(given), ("input", node.name))
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class Capture:
@@ -230,14 +241,22 @@ class Capture:
 
     Raises nothing of its own: what torch.compile cannot trace runs as it did, outside of the graphs, and `breaks` says
     why. Where it captures nothing at all (a break inside of the loop over the layers), each child module is compiled by
-    itself; `release` undoes that.
+    itself; `release` undoes that. forward: what to call instead of the model, whose own may be replaced meanwhile.
+    prepare: called with each graph, and its inputs, before it runs for the first time.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.graphs, self.keep_inputs = model, [], False
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        forward: Callable | None = None,
+        prepare: Callable[[Graph, tuple], None] = lambda graph, inputs: None,
+    ):
+        self.model, self.keep_inputs, self.prepare = model, False, prepare
+        self.graphs: list[Graph] = []
+        self._forward = forward or model
         self._parts: list[torch.nn.Module] = []
         self.problem = ""  # what torch.compile itself failed at: those parts run outside of the graphs
-        self._compiled = torch.compile(model, backend=self._backend, dynamic=False)
+        self._compiled = torch.compile(self._forward, backend=self._backend, dynamic=False)
         self._breaks_before = _break_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,14 +270,18 @@ class Capture:
                     self._parts = list(_parts(self.model))
                     for part in self._parts:
                         part.forward = torch.compile(part.forward, backend=self._backend, dynamic=False)
-                    self._compiled = self.model
+                    self._compiled = self._forward
                     out = self._compiled(*args, **kwargs)
                 return out
             except torch._dynamo.exc.TorchDynamoException as error:
                 if self.problem:
                     raise
-                self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                self.problem = one_line(error)
         return self(*args, **kwargs)
+
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """A call like an earlier one, without what only a first one needs: setting limits takes as long as a kernel."""
+        return self._compiled(*args, **kwargs)
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -294,13 +317,11 @@ def _break_counts() -> Counter:
 
 def lower(source: fx.GraphModule, inputs: tuple) -> fx.GraphModule:
     """A graph of torch calls -> the same graph of ATen operators, canonical; nodes know their shape and module."""
-
-    def run(*values):
-        return fx.Interpreter(source).run(*values)
-
-    whole = {aten.einsum.default: _einsum}
     with torch.fx.traceback.preserve_node_meta():
-        traced = make_fx(run, whole, "fake", _allow_non_fake_inputs=True, pre_dispatch=True)(*inputs)
+        traced = make_fx(
+            lambda *values: fx.Interpreter(source).run(*values), {aten.einsum.default: _einsum}, "fake",
+            _allow_non_fake_inputs=True, pre_dispatch=True,
+        )(*inputs)  # fmt: skip
     canonical(traced.graph)
     traced.recompile()
     return traced
@@ -316,7 +337,7 @@ def canonical(graph: fx.Graph) -> None:
         if name(node).endswith("_") and not name(node).startswith("_"):
             _functional(node)
         if name(node) == "rms_norm" and operand(node, "eps") is None:
-            node.args = (*node.args[:2], operand(node, "weight"), default_eps(value(node.args[0])))
+            node.args = (*node.args[:2], operand(node, "weight"), default_eps(tensor(operand(node, 0))))
             node.kwargs = {}
 
 
@@ -339,104 +360,50 @@ def _einsum(equation: str, tensors: list[torch.Tensor], path: Any = None) -> tor
     (left, right), (a, b) = labels, tensors
     batch = [c for c in out if c in left and c in right]
     rows, columns = [c for c in out if c in left and c not in right], [c for c in out if c in right and c not in left]
-    summed = [c for c in left if c in right and c not in out]
+    summed = [c for c in left if c not in out]
     sizes = dict(zip(left + right, (*a.shape, *b.shape), strict=True))
-    a, b = _order(a, left, batch + rows + summed), _order(b, right, batch + summed + columns)
-    n, rank = len(batch), len(rows)
-    if batch and rank != 1:
-        a = a.flatten(n, n + rank - 1) if rank else a.unsqueeze(n)
-    a = a.flatten(-len(summed)) if len(summed) > 1 else a if summed else a.unsqueeze(-1)
-    b = b.flatten(n, n + len(summed) - 1) if len(summed) > 1 else b if summed else b.unsqueeze(n)
-    b = b.flatten(n + 1) if len(columns) > 1 else b if columns else b.unsqueeze(-1)
-    made = torch.matmul(a, b)
-    made = made.reshape([sizes[c] for c in batch + rows + columns])
-    return _order(made, batch + rows + columns, out)
+
+    def size(names: list[str]) -> list[int]:
+        return [sizes[c] for c in names]
+
+    depth, height = math.prod(size(summed)), [math.prod(size(rows))] if batch else size(rows)
+    a = a.permute([left.index(c) for c in batch + rows + summed]).reshape([*size(batch), *height, depth])
+    b = b.permute([right.index(c) for c in batch + summed + columns])
+    b = b.reshape([*size(batch), depth, math.prod(size(columns))])
+    found = batch + rows + columns
+    return torch.matmul(a, b).reshape(size(found)).permute([found.index(c) for c in out])
 
 
-def _order(tensor: torch.Tensor, now: Any, wanted: Any) -> torch.Tensor:
-    axes = [list(now).index(c) for c in wanted]
-    return tensor if axes == sorted(axes) else tensor.permute(axes)
+_OFTEN_NOTHING = frozenset("to type_as contiguous expand slice alias detach view reshape permute".split())
 
 
 def _does_nothing(node: fx.Node) -> bool:
-    source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or value(source) is None or value(node) is None:
-        return False
-    before, after = value(source), value(node)
     if name(node) in ("dropout", "feature_dropout", "alpha_dropout"):
         return not operand(node, "train") or operand(node, "p") == 0
+    before, after = operand(node, 0), value(node)
+    before = value(before) if isinstance(before, fx.Node) else None
+    if name(node) not in _OFTEN_NOTHING or before is None or after is None or operand(node, "copy"):
+        return False
     same = before.dtype == after.dtype and before.device == after.device and before.shape == after.shape
-    if name(node) in ("to", "type_as", "contiguous", "expand", "slice", "alias", "detach", "view", "reshape"):
-        return same and before.stride() == after.stride() and not operand(node, "copy", False)
-    return False
+    return same and before.stride() == after.stride()
 
 
 def _functional(node: fx.Node) -> None:
     """mul_(x, y) -> mul(x, y), where x is a fresh tensor that nothing else can see."""
-    target = node.args[0]
-    fresh = isinstance(target, fx.Node) and target.op == "call_function" and name(target) not in VIEWS | CASTS
-    if not fresh or any(name(user) in VIEWS | CASTS and user < node for user in target.users):
-        return
-    if any(node < user for user in target.users):  # someone reads the old name and means the new value
-        return
-    tensors = [value(a) for a in node.args[1:] if isinstance(a, fx.Node)]
-    if any(t is not None and t.ndim and t.dtype.is_floating_point and t.dtype != value(target).dtype for t in tensors):
+    target = operand(node, 0)
+    if not name(target) or name(target) in VIEWS | CASTS or name(target).endswith("_"):
+        return  # not fresh: what another in-place operator returned is what that wrote to
+    if any(node < user or (user < node and name(user) in VIEWS | CASTS) for user in target.users):
+        return  # a view sees the write, or someone reads the old name and means the new value
+    others = [v for n in node.all_input_nodes if (v := value(n)) is not None and v.ndim and v.is_floating_point()]
+    if any(other.dtype != tensor(target).dtype for other in others):
         return  # in place keeps the dtype that promotion would change
-    packet = getattr(aten, name(node)[:-1], None)
-    if packet is not None and node.target._overloadname in packet.overloads():
-        node.target = getattr(packet, node.target._overloadname)
+    overloads, old = getattr(aten, name(node)[:-1], None), node.target
+    if isinstance(old, torch._ops.OpOverload) and overloads and old._overloadname in overloads.overloads():
+        node.target = getattr(overloads, old._overloadname)
 
 
-# ---- running --------------------------------------------------------------------------------------------------------
-
-
-def execute(node: fx.Node, env: dict[fx.Node, Any], root: torch.nn.Module | None = None) -> Any:
-    """Run one node on the values of its inputs."""
-    if node.op == "get_attr":
-        found = root
-        for attribute in node.target.split("."):
-            found = getattr(found, attribute)
-        return found
-    args = fx.map_arg(node.args, lambda n: env[n])
-    kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
-    if node.op == "call_function":
-        return node.target(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return root.get_submodule(node.target)(*args, **kwargs)
-
-
-def interpret(
-    module: fx.GraphModule,
-    inputs: tuple,
-    call: Callable[[fx.Node, dict], Any] | None = None,
-    after: Callable[[fx.Node, dict], None] = lambda node, env: None,
-    keep: dict[fx.Node, fx.Node] | None = None,
-) -> Any:
-    """Run a graph node by node; a value lives until its last reader has run.
-
-    call: runs one node on the values so far (default: `execute`). after: called behind each node. keep: node -> a node
-    behind which its value must still exist.
-    """
-    nodes = list(module.graph.nodes)
-    last = {n: user for user in nodes for n in user.all_input_nodes}
-    for node, until in (keep or {}).items():
-        last[node] = max(last.get(node, until), until)
-    dies: dict[fx.Node, list[fx.Node]] = {}
-    for node, user in last.items():
-        dies.setdefault(user, []).append(node)
-    given, env = iter(inputs), {}
-    for node in nodes:
-        if node.op == "output":
-            return fx.map_arg(node.args[0], lambda n: env[n])
-        if node.op == "placeholder":
-            env[node] = next(given)
-        else:
-            env[node] = call(node, env) if call and node.op != "get_attr" else execute(node, env, module)
-        after(node, env)
-        for dead in dies.get(node, ()):
-            del env[dead]
-    return None
+# ---- what a node does -----------------------------------------------------------------------------------------------
 
 
 def is_random(node: fx.Node) -> bool:
@@ -450,14 +417,14 @@ def origins(graph: Graph) -> dict[fx.Node, frozenset[str]]:
     """What each node's value depends on: "parameter", "buffer", "float input", "other input", "random"."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in graph.module.graph.nodes:
+        kinds = {kind for n in node.all_input_nodes for kind in found[n]}
         if node.op == "placeholder":
-            kind = graph.origin.get(node, ("input", ""))[0]
-            floating = value(node) is not None and value(node).dtype.is_floating_point
-            found[node] = frozenset([("float input" if floating else "other input") if kind == "input" else kind])
-        else:
-            found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
-            if is_random(node) or name(node) == "empty":
-                found[node] |= {"random"}
+            kind, given = graph.origin[node][0], value(node)
+            floating = given is not None and given.is_floating_point()
+            kinds = {kind if kind != "input" else "float input" if floating else "other input"}
+        elif is_random(node) or name(node) == "empty":
+            kinds.add("random")
+        found[node] = frozenset(kinds)
     return found
 
 
@@ -465,20 +432,20 @@ _PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm".split())
 
 
 def flops(node: fx.Node) -> float:
-    """Floating-point operations of a product, convolution or attention node (a multiply-add is two); 0 for others."""
+    """Floating-point operations of a product, convolution or attention node (a multiply-add is two); 0 for others.
+
+    torch.utils.flop_counter counts no attention on a CPU (torch 2.11) and takes a causal one for a full one.
+    """
     kind, out = name(node), shape(node)
-    if kind in _PRODUCTS and out is not None:
-        left = node.args[1] if kind in ("addmm", "baddbmm") else node.args[0]
-        return 2.0 * math.prod(out) * shape(left)[-1]
+    a, b, c = (shape(n) if isinstance(n, fx.Node) else () for n in (*node.args[:3], None, None, None)[:3])
+    if not out:
+        return 0.0
+    if kind in _PRODUCTS:
+        return 2.0 * math.prod(out) * (b if kind in ("addmm", "baddbmm") else a)[-1]
     if kind == "scaled_dot_product_attention":
-        q, k, v = (shape(n) for n in node.args[:3])
         half = 0.5 if operand(node, "is_causal") else 1.0
-        return half * 2.0 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+        return half * 2.0 * math.prod(a[:-1]) * b[-2] * (a[-1] + c[-1])
     if kind in ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose2d"):
-        weight = shape(node.args[1])
-        upwards = "transpose" in kind or operand(node, "transposed", False)
-        batch, _, *places = shape(node.args[0]) if upwards else out
-        return 2.0 * math.prod(weight) * batch * math.prod(places)
+        batch, _, *places = a if "transpose" in kind or operand(node, "transposed") else out
+        return 2.0 * math.prod(b) * batch * math.prod(places)
     return 0.0
-
-

@@ -93,6 +93,8 @@ def _one_line_errors(project: Project) -> Iterator[None]:
     """The Hub's errors as ExportError. Their own texts, which may quote what was sent, are not repeated."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
+    transport: Any = HfHubHTTPError.__mro__[1]  # the HTTP library's own errors: which one depends on the release
+
     owner = project.repo_id.partition("/")[0]
     remedies = {
         401: "it does not know your token: log in with `hf auth login`, or set HF_TOKEN to one that may write",
@@ -112,6 +114,6 @@ def _one_line_errors(project: Project) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
         raise ExportError(f"upload: the Hub answers {status}: {remedies.get(status, again)}") from None
-    except (HfHubHTTPError.__mro__[1], OSError) as error:  # the HTTP library's own: which one depends on the release
+    except (transport, OSError) as error:
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         raise ExportError(f"upload: no connection to {endpoint} ({type(error).__name__}); {again}") from None

@@ -44,6 +44,8 @@ def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator
         if content == "some_ignored":  # -100 is what PyTorch's losses ignore; one row stays, or the mean is 0/0
             tensor[torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3] = -100
             tensor.view(-1)[0].clamp_(min=0)
+        elif content == "one_ignored" and tensor.numel() > 1:
+            tensor.view(-1)[torch.randint(tensor.numel(), (1,), generator=generator, device=tensor.device)] = -100
     elif content == "ints" or (content in CONTENTS and arg.draw == "normal" and content != "normal"):
         values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
         tensor.copy_(CONTENTS[content](values, generator) * _scale(arg, case))
@@ -84,6 +86,23 @@ def _spike(t, g):
     _normal(t, g).mul_(0.1)
     at = torch.randint(t.shape[-1], (*t.shape[:-1], 1), generator=g, device=t.device)
     return t.scatter_(-1, at, 20.0)
+
+
+def _needle(t, g):
+    """Normal values, and in some rows one huge one at a random place: no sample of a row says that it is there."""
+    _normal(t, g)
+    at = torch.randint(t.shape[-1], (*t.shape[:-1], 1), generator=g, device=t.device)
+    loud = torch.rand(at.shape, generator=g, device=t.device) < 0.25
+    loud.view(-1)[0] = True
+    return t.scatter_(-1, at, torch.where(loud, 100.0, t.gather(-1, at)))
+
+
+def _loud_rows(t, g):
+    """Normal values, and a few rows many times as large."""
+    _normal(t, g)
+    loud = torch.rand(t.shape[:-1], generator=g, device=t.device) < 1 / 32
+    loud.view(-1)[-1] = True
+    return t.mul_(torch.where(loud, 8.0, 1.0).unsqueeze(-1))
 
 
 def _outliers(t, g):
@@ -149,6 +168,8 @@ CONTENTS = {
     "constant_rows": lambda t, g: t.copy_(_per_row(t, g).expand_as(t)),
     "repeat_rows": lambda t, g: t.copy_(_normal(torch.empty_like(t[..., :1, :]), g).expand_as(t)),
     "spike": _spike,
+    "needle": _needle,
+    "loud_rows": _loud_rows,
     "outliers": _outliers,
     "swamp": _swamp,
     "swamp_exp": _swamp_exp,

@@ -6,6 +6,7 @@ It owns inputs, oracle, comparison and outcome, and never imports the kernel. Se
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,8 @@ from autokernel.compare import Comparison, compare, same_bits
 from autokernel.inputs import fill, fresh_generator, perturb
 from autokernel.process import Launcher, compilers, kernel_cache
 from autokernel.source import KernelSource
-from autokernel.spec import STAGES, Case, OpSpec
-from autokernel.worker import Layout, Worker, WorkerFailure, strings
+from autokernel.spec import STAGES, Case, OpSpec, TensorSpec
+from autokernel.worker import Layout, Worker, WorkerFailure, noise, strings
 
 START_SECONDS = 180  # import torch, open the device; a cold disk takes a minute
 OUT_OF_MEMORY = "no memory is left for the judge beside the kernel's process, which must not keep so much"
@@ -55,18 +56,22 @@ class Stage:
 class Bench:
     """A device, and everything drawn and measured on it. One per run; kernels come and go as Workers."""
 
+    stages: tuple[str, ...] = STAGES
+    seeded = False  # whether calls draw random numbers of their own
+    aliasing = mutating = False  # whether the reference returns an input, or keeps its output; overwrites an input
+    repetitions: tuple[int, int] | None = None  # fewest and most timed calls, where not timing.py's
+
     def __init__(self, spec: OpSpec, device: torch.device, launcher: Launcher | None = None, allow_tf32: bool = False):
         self.spec, self.device, self.launcher, self.allow_tf32 = spec, device, launcher, allow_tf32
         self.on_gpu = device.type == "cuda"
-        self.generator = fresh_generator(device)
-        self.noise = fresh_generator(device)
+        self.generator = fresh_generator(device)  # of the content that was drawn last
         l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.on_gpu else 0
         self.flush_bytes = max(3 * l2, 1 << 25) if self.on_gpu else 0
 
     # ---- cases -------------------------------------------------------------------------------------------------
 
     def layout(self, case: Case) -> Layout:
-        return Layout.of(self.spec.tensors(case), self.spec.output(case))
+        return Layout.of(self.spec.tensors(case), *self.spec.outputs(case))
 
     def fits(self, case: Case) -> bool:
         """Whether a case and its float64 reference fit in the memory that is free, with room to spare."""
@@ -76,10 +81,16 @@ class Bench:
         free, _ = torch.cuda.mem_get_info(self.device)
         return 8 * elements * 6 < 0.8 * free
 
+    def blank(self, layout: Layout) -> torch.Tensor:
+        """Noise as large as an input region."""
+        private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
+        noise(private, fresh_generator(self.device))
+        return private
+
     def draw(self, case: Case, layout: Layout) -> torch.Tensor:
         """The judge's private copy of an input region: fresh content, noise between the tensors."""
-        private = torch.empty(layout.input_bytes, dtype=torch.uint8, device=self.device)
-        private.random_(0, 256, generator=self.noise)
+        # each content from a seed of its own: what was seen of earlier ones says nothing about it
+        private, self.generator = self.blank(layout), fresh_generator(self.device)
         fill(self.spec, case, layout.views(private), self.generator)
         return private
 
@@ -92,9 +103,13 @@ class Bench:
         """PyTorch's own result in the case's dtype, whose error bounds the kernel's."""
         return (self.spec.yardstick or self.spec.baseline)(**layout.views(private), **case.scalars)
 
-    def judged(self, case: Case, layout: Layout, private: torch.Tensor, out: torch.Tensor) -> Comparison:
+    def seed_of(self, private: torch.Tensor) -> int | None:
+        """The seed of the calls on these inputs: the first of the noise before them."""
+        return int(private[:8].view(torch.int64)) >> 1 & (2**62 - 1) if self.seeded else None
+
+    def judged(self, case: Case, layout: Layout, private: torch.Tensor, *outs: torch.Tensor) -> Comparison:
         """Compare one output with the oracle and the yardsticks, all computed here from the private inputs."""
-        ref, perturbed = self.expected(case, layout, private), None
+        (out,), ref, perturbed = outs, self.expected(case, layout, private), None
         if case.stage == "numerical_stability":
             shaken = perturb(layout.views(private), self.generator)
             perturbed = self.spec.reference(**shaken, **case.scalars)
@@ -104,9 +119,30 @@ class Bench:
             allow_tf32=self.allow_tf32,
         )  # fmt: skip
 
+    def roughly(
+        self, case: Case, layout: Layout, private: torch.Tensor, usual: float, *outs: torch.Tensor
+    ) -> Comparison:
+        """A cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider.
+
+        usual: the rms error that PyTorch makes in this case.
+        """
+        torch_out = self.yardstick(case, layout, private)
+        return compare(
+            outs[0], torch_out.double(), depth=self.spec.depth(case.size), factor=4 * self.spec.tolerance,
+            rms_factor=self.spec.rms_factor, allow_tf32=self.allow_tf32, usual=usual,
+        )  # fmt: skip
+
     def random_wait(self) -> float:
         """Seconds of wait kernel before an untimed call: of the same kind as before timed ones."""
         return random.SystemRandom().uniform(3e-5, 1e-4)
+
+    def fault_of(self, worker: Worker, case: Case, limits: Limits, replies: list[dict], declared: bool) -> str:
+        """Ask one case of one stage; "" if right. declared: the kernel says that it is not deterministic."""
+        if case.stage == "determinism":
+            if not declared and (fault := determinism_fault(self, worker, case, limits, replies)):
+                return fault
+            return near_duplicate_fault(self, worker, case, limits, replies)
+        return call_fault(self, worker, case, limits, replies)
 
     # ---- workers -----------------------------------------------------------------------------------------------
 
@@ -121,9 +157,20 @@ class Bench:
         (worker.folder / "kernel.py").write_bytes(source.data)
         return worker
 
-    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> dict[str, Any]:
+    def load_kernel(self, worker: Worker, limits: Limits, confined: bool = True) -> float:
+        """Have the child import its kernel; returns the seconds that took."""
         worker.share(self.flush_bytes, START_SECONDS, confined)
-        return worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"))
+        began = time.perf_counter()
+        worker.ask("load", limits.load, path=str(worker.folder / "kernel.py"), **self.model())
+        return time.perf_counter() - began
+
+    def load_baseline(self, worker: Worker, compiled: bool) -> None:
+        worker.share(self.flush_bytes, START_SECONDS)
+        worker.ask("load", START_SECONDS, op=self.spec.name, compile=compiled)
+
+    def model(self) -> dict[str, Any]:
+        """What a child must know besides the kernel's file to load it."""
+        return {}
 
     def stage_fresh(self, worker: Worker, case: Case) -> Layout:
         """Stage content for a call whose output nobody will compare; returns the case's layout."""
@@ -160,11 +207,24 @@ class Bench:
 # ---- one call -------------------------------------------------------------------------------------------------------
 
 
-def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
+def reply_fault(reply: dict[str, Any], layout: Layout, device: str, aliasing: bool = False) -> str:
     """What is wrong with the object a kernel returned, before its values are looked at; "" if nothing."""
-    out, want = reply["out"], layout.output
+    outs = reply["outs"]
+    if len(outs) != len(layout.outputs):
+        return f"{len(outs)} outputs, expected {len(layout.outputs)}"
+    for number, (out, want) in enumerate(zip(outs, layout.outputs, strict=True)):
+        if fault := _output_fault(out, want, device, aliasing):
+            return f"output {number}: {fault}" if len(outs) > 1 else fault
+    if reply["late"]:
+        return "output changed after the call had returned: work was left running"
+    if left := strings(reply["left"]):
+        return f"kernel.py does more than compute: {', '.join(left)[:300]}"
+    return ""
+
+
+def _output_fault(out: dict[str, Any], want: TensorSpec, device: str, aliasing: bool) -> str:
     if out["type"] != "torch.Tensor":
-        return f"kernel_fn returned {out['type']}, expected exactly torch.Tensor"
+        return f"kernel.py returned {out['type']}, expected exactly torch.Tensor"
     dtype = str(want.dtype).removeprefix("torch.")
     if out["dtype"] != dtype:
         return f"output dtype {out['dtype']}, expected {dtype}"
@@ -173,17 +233,13 @@ def reply_fault(reply: dict[str, Any], layout: Layout) -> str:
     if out["layout"] != "torch.strided" or out["attributes"]:
         attributes = ", ".join(strings(out["attributes"])) or "none"
         return f"output is not a plain tensor (layout {out['layout']}, attributes: {attributes})"
-    if out["aliases_input"]:
+    if out["aliases_input"] and not aliasing:
         return "output shares memory with an input"
-    if out["aliases_previous"]:
+    if out["aliases_previous"] and not aliasing:
         return "output shares memory with the previous call's output, which is still in use: allocate a new one"
     if out["requires_grad"]:
         return "output requires a gradient: work on detached tensors"
-    if reply["late"]:
-        return "output changed after the call had returned: work was left running"
-    if left := strings(reply["left"]):
-        return f"kernel.py does more than compute: {', '.join(left)[:300]}"
-    return ""
+    return f"output on {out['device']}, expected {device}" if out["device"] != device else ""
 
 
 def ask_once(
@@ -192,25 +248,29 @@ def ask_once(
     """Stage `private`, call the kernel, weigh what it returned but not its values. Returns the reply and the fault."""
     layout = bench.layout(case)
     worker.stage(layout, private)
-    reply = worker.call(layout, case.scalars, limits.call, bench.random_wait() if wait is None else wait)
-    fault = reply_fault(reply, layout)
-    if not fault and reply["out"]["device"] != bench.device.type:
-        fault = f"output on {reply['out']['device']}, expected {bench.device.type}"
-    if not fault and not worker.inputs_untouched(layout, private):
+    wait = bench.random_wait() if wait is None else wait
+    reply = worker.call(layout, case.scalars, limits.call, wait, bench.seed_of(private))
+    fault = reply_fault(reply, layout, bench.device.type, bench.aliasing)
+    if not fault and not bench.mutating and not worker.inputs_untouched(layout, private):
         fault = "an input, or memory beside it, was overwritten"
     return reply, fault
 
 
-def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
-    """What is wrong with the values of the last call's output; the right ones are computed only now.
+def values_compared(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> Comparison:
+    """The last call's output against the right values, which are computed only now.
 
     So until the answer came, the right answer to these inputs existed nowhere; and the arena is looked at again after.
     """
     layout = bench.layout(case)
-    result = bench.judged(case, layout, private, worker.output(layout))
-    if result.ok and not worker.output_settled(layout):
-        return "output was written after the call had been answered: work was left running"
-    return result.reason
+    result = bench.judged(case, layout, private, *worker.outputs())
+    if result.ok and not worker.outputs_settled(layout):
+        return replace(result, reason="output was written after the call had been answered: work was left running")
+    return result
+
+
+def value_fault(bench: Bench, worker: Worker, case: Case, private: torch.Tensor) -> str:
+    """What is wrong with the values of the last call's outputs; "" if nothing."""
+    return values_compared(bench, worker, case, private).reason
 
 
 def call_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, replies: list[dict]) -> str:
@@ -231,7 +291,7 @@ def determinism_fault(bench: Bench, worker: Worker, case: Case, limits: Limits, 
         if fault:
             return fault
         if content is private:
-            out = worker.output(layout)
+            (out,) = worker.outputs()
             if first is not None and not same_bits(first, out):
                 differing = int((first != out).sum())
                 return f"{differing} of {out.numel()} elements differ between two runs on the same inputs"
@@ -280,14 +340,14 @@ def run_stages(
 
     Returns the five stages and the raw replies. Every case gets an answer or a failure: nothing is skipped.
     """
-    stages = [Stage(name, total=sum(case.stage == name for case in cases)) for name in STAGES]
+    stages = [Stage(name, total=sum(case.stage == name for case in cases)) for name in bench.stages]
     replies: list[dict] = []
     for stage in stages:
         stage.outcome = "PASS"
         for case in (c for c in cases if c.stage == stage.name):
             progress(f"{stage.name}: {case.label}")
             try:
-                fault = _fault_of(bench, worker, case, limits, replies, declared_nondeterministic)
+                fault = bench.fault_of(worker, case, limits, replies, declared_nondeterministic)
                 outcome = "FAIL"
             except WorkerFailure as failure:
                 fault, outcome, stage.detail = str(failure), failure.outcome, failure.detail
@@ -307,14 +367,18 @@ def run_stages(
     return stages, replies
 
 
-def _fault_of(bench, worker, case, limits, replies, declared_nondeterministic) -> str:
-    if case.stage == "determinism":
-        if not declared_nondeterministic and (fault := determinism_fault(bench, worker, case, limits, replies)):
-            return fault
-        return near_duplicate_fault(bench, worker, case, limits, replies)
-    return call_fault(bench, worker, case, limits, replies)
-
-
+def varied(bench: Bench, source: KernelSource, timed: list[Case]) -> list[Case]:
+    """Options and layouts at sizes that are timed: all of them at the operator's main size, one at each other."""
+    spec, accepts = bench.spec, set(source.parameters)
+    layouts = dict.fromkeys(layout for a in spec.args.values() for layout in a.layouts)
+    options: list[dict[str, Any]] = [{"layout": layout} for layout in layouts]
+    options += [{"scalars": variant} for variant in spec.variants if set(variant) <= accepts]
+    found: list[Case] = []
+    main = next((case for case in timed if case.name == spec.primary), None)
+    for case in timed if options else ():
+        chosen = options if case is main else [random.SystemRandom().choice(options)]
+        found += [replace(case, stage="edge_cases", **option) for option in chosen]
+    return [case for case in found if bench.fits(case)]
 def correctness_cases(
     bench: Bench, source: KernelSource, primary: list[Case], dtype: str
 ) -> tuple[list[Case], list[str]]:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from autokernel import integrity
-from autokernel.gitkeep import Repo
+from autokernel import integrity, workers
+from autokernel.gitkeep import GitError, Repo
+from autokernel.kernelbench import lenient
 from autokernel.night import (
     KEPT,
     Night,
@@ -24,7 +27,7 @@ from autokernel.night import (
     kernel_bytes,
     other_runs,
 )
-from autokernel.paths import atomic_write, best_path, operator_of, repo_root, workspace
+from autokernel.paths import atomic_write, best_path, operator_of, repo_root, target_folder, workspace
 from autokernel.records import Ledger, RecordError, Row, RunRecord, now
 
 
@@ -58,15 +61,49 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
             remarks = [f"the last run is experiment {done.experiment} already"]
             rest = {done.source_sha256, *(w.best.source_sha256 for w in night.works if w.best)}
             if hashlib.sha256(source).hexdigest() not in rest:
-                raise NightError(f"{remarks[0]}, and kernel.py was not measured since: run uv run bench.py first")
+                measure = night.current.bench if night.current else "uv run bench.py"
+                raise NightError(f"{remarks[0]}, and kernel.py was not measured since: run {measure} first")
+        if night.current and (other := night.holder(night.current)):
+            remarks.append(f"{night.current.name} is worker {other}'s by now; take another: uv run orchestrate.py next")
+        elif night.current:
+            workers.claim(night.current.name)
         sync(ledger, repo, night)
         return done, night, remarks
 
 
+def record_sweep(run: RunRecord, source: bytes, message: str, why_not: str, files: dict[str, bytes],
+                 in_run: bool) -> Row:  # fmt: skip
+    """The one row of a sweep, with its files. why_not: why its winner is not in kernel.py; "" if it is.
+
+    In a run, a winner that is in kernel.py is kept as any kernel is. Outside of one there is nobody to decide: the row
+    says what came out. kernel.py is not touched. Raises RecordError.
+    """
+    try:
+        if not in_run:
+            raise NightError("not the run's kernel.py")
+        with opened() as (ledger, repo, night):
+            work = _measured(run, source, night)
+            best = _source_of(ledger, repo, work.best) if work.best else None
+            row, _ = _judged(run, source, work, best, night, message, False)
+            if row.decision in KEPT and kernel_bytes() != source:
+                row = replace(row, decision="revert", reason=why_not)
+            if row.decision in KEPT:
+                row, _ = _committed(row, repo, source, len(ledger.rows()) + 1)
+            row = ledger.append(row, source, run.values, files)
+            if row.decision in KEPT:
+                sync(ledger, repo, Night.read(ledger, night.tag))
+            return row
+    except (GitError, NightError):
+        gain = run.values["sweep"]["gain_pct"]
+        than = "what was there did not run" if gain is None else f"{gain:+.2f} % over what was there"
+        reason = why_not or f"written back: {than}"
+        return Ledger().append(_row(run, source, message, reason=reason), source, run.values, files)
+
+
 def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     """What a run may be recorded for. Raises NightError for a stale or an unclean one."""
-    v, again = run.values, "measure it: uv run bench.py"
-    work = night.current
+    v, work = run.values, night.current
+    again = f"measure it: {work.bench if work else 'uv run bench.py'}"
     if v["source_sha256"] != hashlib.sha256(source).hexdigest():
         raise NightError(f"kernel.py is not the source that was measured last; {again}")
     if work is None:
@@ -77,6 +114,8 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
         return work
     if v.get("quick"):
         raise NightError(f"the last run was --quick, which is never kept; {again}")
+    if work.problem and (options := lenient(v)):
+        raise NightError(f"the last run was with {options}, which is never kept; {again}")
     if v.get("harness") != "clean":
         raise NightError(f"the last run's harness was {v.get('harness')}, not clean: see git status, then {again}")
     if v.get("harness_sha256") != integrity.digest():
@@ -90,19 +129,27 @@ def _measured(run: RunRecord, source: bytes, night: Night) -> Work:
     return work
 
 
+def _row(run: RunRecord, source: bytes, message: str, **more: Any) -> Row:
+    """The facts of a run as a row."""
+    v = run.values
+    bound = "compute" if v.get("bottleneck") == "compute" else "bandwidth"
+    return run.row(
+        description=" ".join(message.split()), harness=(v.get("harness_sha256") or "")[:16],
+        device=v.get("gpu_name") or "cpu", pct_peak=v.get(f"pct_peak_{bound}"),
+        pct_peak_measured=v.get(f"pct_measured_{bound}"),
+        code_lines=code_lines(source) if v["outcome"] == "PASS" else None, worker=workers.me(), **more,
+    )  # fmt: skip
+
+
 def _judged(run: RunRecord, source: bytes, work: Work, best: bytes | None, night: Night, message: str,
             simpler: bool) -> tuple[Row, list[str]]:  # fmt: skip
     v = run.values
     decision, reason = decide(v, source, best, other_runs(run), night.rules, simpler)
     same = [r.experiment for r in work.experiments if r.source_sha256 == v["source_sha256"]]
-    bound = "compute" if v.get("bottleneck") == "compute" else "bandwidth"
-    row = run.row(
-        tag=night.tag, kernel_type=work.op, target=work.name if work.plan else "", decision=decision, reason=reason,
-        description=" ".join(message.split()), parent=work.best.experiment if work.best else None,
-        harness=(v.get("harness_sha256") or "")[:16], device=v.get("gpu_name") or "cpu",
-        pct_peak=v.get(f"pct_peak_{bound}"), pct_peak_measured=v.get(f"pct_measured_{bound}"),
-        code_lines=code_lines(source) if v["outcome"] == "PASS" else None,
-        duration_s=duration(run, night.rows, night.rules),
+    row = _row(
+        run, source, message, tag=night.tag, kernel_type=work.op, target=work.name if work.plan else "",
+        decision=decision, reason=reason, parent=work.best.experiment if work.best else None,
+        duration_s=duration(run, night.mine, night.rules),
         **({"size": work.size, "dtype": work.plan["dtype"]} if work.plan else {}),  # the plan's, failures included
     )  # fmt: skip
     return row, [f"the same source as experiment {number}" for number in same[-1:]]
@@ -138,10 +185,11 @@ def sync(ledger: Ledger, repo: Repo, night: Night) -> None:
         if not work.plan and work.name != work.op:
             continue  # a target of an earlier plan
         if work.best is None:
-            path.unlink(missing_ok=True)
+            if not (work.problem and work.earlier):  # a problem's solution stays until this run has its own
+                path.unlink(missing_ok=True)
         elif not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != work.best.source_sha256:
             atomic_write(path, _source_of(ledger, repo, work.best))
-    last = next(iter(night.experiments[-1:]), None)
+    last = next(iter(night.mine[-1:]), None)
     if last and last.decision == "revert" and last.source_sha256 == hashlib.sha256(kernel_bytes()).hexdigest():
         work = next(w for w in night.works if last in w.rows)
         if work.best and work is night.current and not unrecorded(night):
@@ -191,7 +239,7 @@ def _start_of(ledger: Ledger, repo: Repo, work: Work) -> bytes:
         return _source_of(ledger, repo, kept)
     if not work.plan and operator_of(kernel_bytes()) == work.op:
         return kernel_bytes()
-    own = workspace() / "targets" / work.name / "kernel.py"
+    own = target_folder(work.name) / "kernel.py"
     path = own if work.plan else repo_root() / "kernels" / f"{work.op}.py"
     try:
         return path.read_bytes()
@@ -201,7 +249,8 @@ def _start_of(ledger: Ledger, repo: Repo, work: Work) -> bytes:
 
 def _control_row(night: Night, work: Work, decision: str, why: str) -> Row:
     where = {"target": work.name, "size": work.size, "dtype": work.plan["dtype"]} if work.plan else {}
-    return Row(tag=night.tag, kernel_type=work.op, decision=decision, description=why, started=now(), **where)
+    return Row(tag=night.tag, kernel_type=work.op, decision=decision, description=why, started=now(),
+               worker=workers.me(), **where)  # fmt: skip
 
 
 def control(decision: str, name: str | None, message: str) -> tuple[Row, Night]:
@@ -223,12 +272,15 @@ def choose(name: str | None = None) -> tuple[str, Work | None, str, Night, list[
         verb, work, why = night.choose()
         if name:
             work = night.find(name)
+            if other := night.holder(work):
+                raise NightError(f"{name} is worker {other}'s; take another: uv run orchestrate.py next, see status")
             if reason := work.closed(night.rules)[0]:
                 raise NightError(f"{name}: {reason}; open it again with: uv run orchestrate.py revisit {name}")
             verb, why = ("CONTINUE" if work is night.current and work.rows else "NEXT"), "asked for by name"
         if verb in ("NEXT", "REVISIT") and work is not night.current and (run := unrecorded(night)):
             raise NightError(f"the last run ({run.values['outcome']}) has no row yet: first run "
                              "uv run orchestrate.py record -m 'what was tried'")  # fmt: skip
+        workers.claim(work.name if work else "")
         remarks = install(ledger, repo, night, work) if work else []
         if work and verb == "REVISIT":
             ledger.append(_control_row(night, work, "revisit", why))

@@ -18,6 +18,7 @@ import traceback
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,12 +27,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
-DTYPES = {
-    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-    "fp32": torch.float32, "float32": torch.float32,
-}  # fmt: skip
+from autokernel import spec
+from autokernel.spec import dtype_name
+
+DTYPES = spec.DTYPES | {dtype_name(dtype): dtype for dtype in spec.DTYPES.values()}
 SEED = 0
 HINT = "describe them with --inputs FILE.py:function, which returns a tensor, a tuple or a dict"
 
@@ -52,8 +53,12 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self) -> Any:
+        return self.call(self.model)
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        """One forward pass of another form of the model: compiled, captured."""
         with torch.no_grad():
-            return self.model(*self.args, **self.kwargs)
+            return model(*self.args, **self.kwargs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,12 +67,10 @@ class Loaded:
     @property
     def inputs(self) -> str:
         """The tensor inputs, for people: `ids int64 [1, 512]`."""
-        named = {**{str(i): a for i, a in enumerate(self.args)}, **self.kwargs}
+        named = {f"{i}": a for i, a in enumerate(self.args)} | self.kwargs
         tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
-        return ", ".join(
-            f"{'' if k.isdigit() else k + ' '}{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
-            for k, t in tensors.items()
-        )
+        return ", ".join(f"{'' if k.isdigit() else k + ' '}{dtype_name(t.dtype)} {list(t.shape)}"
+                         for k, t in tensors.items())  # fmt: skip
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ def load(options: argparse.Namespace) -> Loaded:
         hook = getattr(source, "example_inputs", None) or getattr(model, "example_inputs", None)
     if hook and not options.input_shape:
         loaded.args, loaded.kwargs = _normalised(hook(), device, model_dtype(model))
-        with _errors(loaded, "the given inputs"):
+        with _explained(f"{loaded.name} with the given inputs ({loaded.inputs})", "make them smaller"):
             loaded()
     else:
         find_inputs(loaded, options.input_shape)
@@ -158,23 +161,20 @@ def load_file(path: Path) -> ModuleType:
         name, root = f"{root.name}.{name}", root.parent
     if str(root) not in sys.path:
         sys.path.append(str(root))  # last: a user's file never shadows a package that we need
-    try:
+    unique = f"autokernel_user_{abs(hash(str(path)))}_{name}"
+    with _explained(str(path)):
         if "." in name:
             return importlib.import_module(name)
-        unique = f"autokernel_user_{abs(hash(str(path)))}_{name}"
-        if unique in sys.modules:
-            return sys.modules[unique]
-        spec = importlib.util.spec_from_file_location(unique, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[unique] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[unique]
-            raise
-        return module
-    except Exception as error:
-        raise ModelError(f"{path}: {_cause(error, path.parent)}") from error
+        if unique not in sys.modules:
+            found = importlib.util.spec_from_file_location(unique, path)
+            assert found is not None and found.loader is not None
+            sys.modules[unique] = importlib.util.module_from_spec(found)
+            try:
+                found.loader.exec_module(sys.modules[unique])
+            except BaseException:
+                del sys.modules[unique]
+                raise
+        return sys.modules[unique]
 
 
 def _import(name: str) -> ModuleType:
@@ -186,10 +186,8 @@ def _import(name: str) -> ModuleType:
 
 
 def _find_class(source: ModuleType, name: str | None, file: Path | None) -> Callable[..., nn.Module]:
-    own = [
-        k for k, v in vars(source).items()
-        if inspect.isclass(v) and issubclass(v, nn.Module) and v.__module__ == source.__name__
-    ] if file else []  # fmt: skip
+    own = [k for k, v in vars(source).items() if file and inspect.isclass(v) and issubclass(v, nn.Module)
+           and v.__module__ == source.__name__]  # fmt: skip
     if not name and len(own) == 1:
         name = own[0]
     known = f"; it defines {', '.join(own)}" if own else ""
@@ -201,9 +199,11 @@ def _find_class(source: ModuleType, name: str | None, file: Path | None) -> Call
     return found
 
 
-def _build(factory, source, dtype, device, options) -> nn.Module:
+def _build(
+    factory: Any, source: ModuleType, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
+) -> nn.Module:
     torch.manual_seed(SEED)
-    try:
+    with _explained(f"building {factory.__name__}", f"{device} is too small for it"):
         if options.pretrained:
             model = factory.from_pretrained(options.pretrained, dtype=dtype).to(device)
         elif options.config and hasattr(factory, "from_pretrained"):
@@ -211,25 +211,17 @@ def _build(factory, source, dtype, device, options) -> nn.Module:
         else:
             kwargs = json.loads(options.config.read_text()) if options.config else getattr(source, "model_kwargs", None)
             model = _construct(factory, kwargs or _default_arguments(factory), dtype, device)
-    except ModelError:
-        raise
-    except torch.OutOfMemoryError:
-        raise ModelError(f"building {factory.__name__}: out of memory on {device}; it needs a larger GPU") from None
-    except Exception as error:
-        raise ModelError(f"building {factory.__name__}: {_cause(error)}") from error
-    return model.eval()
+        return model.eval()
 
 
-def _construct(factory, kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _construct(factory: Any, kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device) -> nn.Module:
     try:
         with torch.device(device):  # drawing 7 billion weights takes minutes on a CPU, a second on a GPU
             model = factory(**kwargs)
-    except torch.OutOfMemoryError:  # float32 does not fit, half precision may
-        torch.cuda.empty_cache()
-        model = factory(**kwargs)
-    except Exception:  # a constructor that mixes devices by itself
+    except Exception:  # it mixes devices by itself, or does not fit in float32: half precision may
         if device.type == "cpu":
             raise
+        torch.cuda.empty_cache()
         model = factory(**kwargs)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{factory.__name__} gave a {type(model).__name__}, expected a torch.nn.Module")
@@ -237,7 +229,7 @@ def _construct(factory, kwargs: dict[str, Any], dtype: torch.dtype, device: torc
     return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t).to(device)
 
 
-def _from_config(factory, path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _from_config(factory: Any, path: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A transformers class from config.json or a folder that holds one, with random weights. No network."""
     from transformers import AutoConfig
 
@@ -254,29 +246,22 @@ def _from_config(factory, path: Path, dtype: torch.dtype, device: torch.device) 
         return make(config, dtype=dtype)
 
 
-def _default_arguments(factory: Callable) -> dict[str, Any]:
+def _default_arguments(factory: Any) -> dict[str, Any]:
     """Arguments for required parameters whose annotation can be built without arguments, like a config dataclass."""
     try:
-        parameters = inspect.signature(factory).parameters
+        parameters = inspect.signature(factory).parameters.values()
         hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     except (TypeError, ValueError, NameError):
         return {}
-    missing = [
-        p.name for p in parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]  # fmt: skip
-    found = {}
-    for name in missing:
-        try:
-            if hints[name] in (int, float, str, bool):
-                raise TypeError
-            found[name] = hints[name]()
-        except (KeyError, TypeError):
-            raise ModelError(
-                f"{factory.__name__} needs {', '.join(missing)}: set model_kwargs = {{{missing[0]!r}: ...}} in the "
-                "file, or give them as --config FILE.json"
-            ) from None
-    return found
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+    try:
+        if plain := {hints[name] for name in missing} & {int, float, str, bool}:
+            raise TypeError(plain)
+        return {name: hints[name]() for name in missing}
+    except (KeyError, TypeError):
+        raise ModelError(f"{factory.__name__} needs {', '.join(missing)}: set model_kwargs = {{{missing[0]!r}: ...}} "
+                         "in the file, or give them as --config FILE.json") from None  # fmt: skip
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------------
@@ -287,18 +272,19 @@ class _Tokens(TorchFunctionMode):
 
     def __init__(self, ids: torch.Tensor | None):
         super().__init__()
-        self.ids, self.own, self.likely = ids, None, None  # rows of the table that the ids index, for sure and likely
+        self.ids = ids
+        self.own = self.likely = 0  # rows of the table that the ids index, for sure and likely
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in (F.embedding, F.embedding_bag):
+        if func in (F.embedding, F.embedding_bag):
             index = args[0] if args else kwargs["input"]
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if isinstance(index, torch.Tensor) and index.numel():
                 self._note(index, weight.shape[0])
                 if int(index.max()) >= weight.shape[0]:  # on a GPU this would be an assert that ends the process
                     raise _TooLong(weight.shape[0], int(index.max()))
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _note(self, index: torch.Tensor, rows: int) -> None:
         if self.ids is None:
@@ -332,13 +318,15 @@ def find_inputs(loaded: Loaded, shape: tuple[int, ...] | None) -> None:
             loaded.args, loaded.kwargs = _make(loaded, kind, (*asked[:-1], error.rows), name, extra)
             return
         except torch.OutOfMemoryError:
-            raise _too_large(loaded, asked, lambda s, kind=kind: _make(loaded, kind, s, name, extra)) from None
+            raise _too_large(loaded, asked, partial(_make, loaded, kind, name=name, extra=extra)) from None
         except Exception as error:
             failures.append(f"{kind} {list(asked)}: {_cause(error)}")
     raise ModelError(f"{loaded.name} cannot run on one tensor ({'; '.join(failures)}); give --input-shape, or {HINT}")
 
 
-def _make(loaded: Loaded, kind: str, shape: tuple[int, ...], name: str | None, extra: dict[str, Any]):
+def _make(
+    loaded: Loaded, kind: str, shape: tuple[int, ...], name: str | None, extra: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Inputs of one kind after a successful trial: (args, kwargs)."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = kind == "token ids"
@@ -352,10 +340,9 @@ def _make(loaded: Loaded, kind: str, shape: tuple[int, ...], name: str | None, e
     with _Tokens(tensor if tokens else None) as seen, torch.no_grad():
         loaded.model(*args, **kwargs)
     if tokens:
-        vocabulary = seen.own or seen.likely
-        if vocabulary is None:
+        if not (seen.own or seen.likely):
             raise ModelError("no embedding takes the ids")
-        tensor.copy_(torch.randint(0, vocabulary, shape, generator=generator))
+        tensor.copy_(torch.randint(0, seen.own or seen.likely, shape, generator=generator))
     return args, kwargs
 
 
@@ -369,7 +356,8 @@ def _parameters(model: nn.Module) -> tuple[str | None, dict[str, Any]]:
     if name not in parameters and not (name and any(p.kind is p.VAR_KEYWORD for p in parameters.values())):
         first = next(iter(parameters.values()), None)
         name = first.name if first is not None and first.kind is first.KEYWORD_ONLY else None
-    config, extra = getattr(model, "config", None), {}
+    config = getattr(model, "config", None)
+    extra: dict[str, Any] = {}
     if "use_cache" in parameters or getattr(config, "use_cache", False):
         extra["use_cache"] = False  # one forward pass is measured: filling a cache nobody reads is not part of it
     if getattr(config, "is_encoder_decoder", False):
@@ -406,17 +394,10 @@ def _usual_shape(model: nn.Module, kind: str) -> tuple[int, ...]:
 
 def _normalised(given: Any, device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
     """What a hook returned -> (args, kwargs), moved to the device and floats cast to the model's dtype."""
-
-    def move(value):
-        if isinstance(value, torch.Tensor):
-            return value.to(device, dtype if value.is_floating_point() else None)
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(move, value))
-        return {k: move(v) for k, v in value.items()} if isinstance(value, dict) else value
-
+    move = partial(pytree.tree_map_only, torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None))
     if hasattr(given, "keys"):  # a dict, or a tokenizer's BatchEncoding
-        return (), {k: move(given[k]) for k in given.keys()}
-    return (tuple(map(move, given)) if isinstance(given, (list, tuple)) else (move(given),)), {}
+        return (), move({k: given[k] for k in given.keys()})
+    return tuple(move(given)) if isinstance(given, (list, tuple)) else (move(given),), {}
 
 
 # ---- what can go wrong ----------------------------------------------------------------------------------------------
@@ -454,16 +435,19 @@ def _too_large(loaded: Loaded, shape: tuple[int, ...], attempt: Callable[[tuple[
 
 
 @contextlib.contextmanager
-def _errors(loaded: Loaded, what: str) -> Iterator[None]:
+def _explained(what: str, too_large: str = "") -> Iterator[None]:
+    """Any error as a ModelError: one line with the cause."""
     try:
         yield
+    except ModelError:
+        raise
     except torch.OutOfMemoryError:
-        raise ModelError(f"{loaded.name} runs out of memory with {what} ({loaded.inputs}): make them smaller") from None
+        raise ModelError(f"{what} runs out of memory: {too_large}") from None
     except Exception as error:
-        raise ModelError(f"{loaded.name} with {what} ({loaded.inputs}): {_cause(error)}") from error
+        raise ModelError(f"{what}: {_cause(error)}") from error
 
 
-def _cause(error: BaseException, folder: Path | None = None) -> str:
+def _cause(error: BaseException) -> str:
     """One line: the exception, and the deepest line outside of PyTorch that raised it."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]

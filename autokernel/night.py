@@ -13,8 +13,10 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from autokernel.paths import atomic_write, operator_of, repo_root, workspace
+from autokernel.kernelbench import KERNEL_TYPE
+from autokernel.paths import atomic_write, operator_of, repo_root, shared, workspace
 from autokernel.records import Ledger, Row, RunRecord
+from autokernel.workers import MAIN, claims, me
 
 KEPT = ("baseline", "keep")
 CONTROLS = ("skip", "revisit", "reset")
@@ -44,16 +46,17 @@ class Rules:
     target_experiments: int = _rule(60, "leave a target after this many experiments")
     min_model_gain_pct: float = _rule(0.3, "leave a target that can give the model no more than this")
     revisits: int = _rule(1, "how often a left target is opened again when there is no other")
-    idle_minutes: float = _rule(60.0, "a longer pause between two experiments counts as this much")
+    idle_minutes: float = _rule(60.0, "a longer pause between two experiments counts as this much, and a worker silent "
+                                "for so long loses its target to others")  # fmt: skip
 
     @classmethod
     def read(cls) -> Rules:
         try:
-            return cls(**json.loads((workspace() / "rules.json").read_text()))
+            return cls(**json.loads((shared() / "rules.json").read_text()))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError) as error:
-            raise NightError(f"{workspace() / 'rules.json'}: {error}; remove it, or give the rules anew to: "
+            raise NightError(f"{shared() / 'rules.json'}: {error}; remove it, or give the rules anew to: "
                              "uv run orchestrate.py start <tag>") from None  # fmt: skip
 
     @classmethod
@@ -62,7 +65,7 @@ class Rules:
         changed = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
         if changed:
             old = {f.name: v for f in fields(cls) if (v := getattr(cls.read(), f.name)) != f.default}
-            atomic_write(workspace() / "rules.json", (json.dumps({**old, **changed}, indent=1) + "\n").encode())
+            atomic_write(shared() / "rules.json", (json.dumps({**old, **changed}, indent=1) + "\n").encode())
 
 
 @dataclass
@@ -74,6 +77,16 @@ class Work:
     plan: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
     earlier: Row | None = None  # the best kernel of another run, where this one begins
+
+    @property
+    def problem(self) -> bool:
+        """Whether it is a KernelBench problem; then it is no part of a model's time."""
+        return self.op == KERNEL_TYPE
+
+    @property
+    def bench(self) -> str:
+        """The command that measures kernel.py on it."""
+        return "uv run kernelbench/bench_kb.py" if self.problem else "uv run bench.py"
 
     @property
     def size(self) -> str:
@@ -165,7 +178,7 @@ class Work:
         if (self.pct_roofline or 0) >= rules.near_peak_pct and (self.speedup or 0) >= 1:
             return f"finished: {self.pct_roofline:.0f} % of the roofline, {self.speedup:.2f}x"
         now, floor = self.spent()
-        if self.plan and 100 * (now - floor) < rules.min_model_gain_pct:
+        if self.plan and not self.problem and 100 * (now - floor) < rules.min_model_gain_pct:
             return f"at most {100 * max(0.0, now - floor):.1f} % of the model's time is left in it"
         return ""
 
@@ -196,6 +209,7 @@ class Night:
     plan: dict[str, Any] | None
     works: list[Work]
     current: Work | None  # what kernel.py is for
+    claims: dict[str, str]  # target -> the living worker that has it
 
     @classmethod
     def read(cls, ledger: Ledger, tag: str) -> Night:
@@ -224,7 +238,8 @@ class Night:
             kept = [r for r in every if r.tag != tag and r.decision in KEPT]
             same = [r for r in kept if (r.kernel_type, r.target, r.size if r.target else "") == key]
             work.earlier = same[-1] if same and not work.rows else None
-        return cls(tag, Rules.read(), rows, plan, works, current)
+        rules = Rules.read()
+        return cls(tag, rules, rows, plan, works, current, claims(rules.idle_minutes))
 
     @property
     def candidates(self) -> list[Work]:
@@ -235,6 +250,16 @@ class Night:
     @property
     def experiments(self) -> list[Row]:
         return [r for r in self.rows if r.decision not in CONTROLS]
+
+    @property
+    def mine(self) -> list[Row]:
+        """Experiments of this checkout's own agent."""
+        return [r for r in self.experiments if (r.worker or MAIN) == me()]
+
+    def holder(self, work: Work) -> str:
+        """Another worker that has the target, or ""."""
+        name = self.claims.get(work.name, "")
+        return name if name != me() else ""
 
     def model_gain(self, work: Work) -> float:
         """How much of today's model time the target could still give back, in percent."""
@@ -247,8 +272,9 @@ class Night:
         return self.model_gain(work) * work.keep_rate
 
     def find(self, name: str) -> Work:
-        """Raises NightError with the known names."""
-        found = next((w for w in self.works if w.name == name), None)
+        """A target by its name, or by its operator: the plan's first of it. Raises NightError with the known names."""
+        planned = [w for w in self.works if w.plan and name in (w.name, w.op)]
+        found = next((w for w in [*planned, *self.works] if w.name == name or w in planned), None)
         if found is None and (repo_root() / "kernels" / f"{name}.py").exists():
             found = Work(name, name)
         if found is None:
@@ -258,30 +284,34 @@ class Night:
 
     def choose(self) -> tuple[str, Work | None, str]:
         """(NEXT, CONTINUE, REVISIT or DONE, the target, why)."""
-        works = self.candidates
+        works = [w for w in self.candidates if not self.holder(w)]
         opened = sorted((w for w in works if not w.closed(self.rules)[0]), key=self.priority, reverse=True)
         current = self.current if self.current in works else None
         if current in opened and (opened[0] is current or 2 * self.priority(current) >= self.priority(opened[0])):
             return ("CONTINUE", current, self._why(current)) if current.rows else ("NEXT", current, self._why(current))
         left = f"{current.name}: {current.closed(self.rules)[0] or 'another gives more'}. " if current else ""
+        if self.current and (other := self.holder(self.current)):
+            left = f"{self.current.name} is worker {other}'s. "
         if opened:
             return "NEXT", opened[0], left + self._why(opened[0])
         again = [w for w in works if w.revisitable(self.rules)]
         if again:
             work = max(again, key=self.model_gain)
             return "REVISIT", work, f"{work.closed(self.rules)[0]}; no other is open: try something radically different"
-        return "DONE", None, left + "no target is open" if works else "there is no target"
+        return "DONE", None, left + ("no other target is open" if self.candidates else "there is no target")
 
     def _why(self, work: Work) -> str:
         if not work.plan:
             return "the operator of kernel.py"
+        if work.problem:
+            return f"{work.size}, {work.plan['where']}, {100 * work.keep_rate:.0f} % chance of a gain"
         return (f"{100 * work.plan['share']:.1f} % of the model's time, {self.model_gain(work):.1f} % of today's time "
                 f"lies above its roofline, {100 * work.keep_rate:.0f} % chance of a gain")  # fmt: skip
 
 
 def read_plan() -> dict[str, Any] | None:
     """workspace/plan.json, or None where no model was extracted."""
-    path = workspace() / "plan.json"
+    path = shared() / "plan.json"
     try:
         plan = json.loads(path.read_bytes())
         if all({"name", "op", "shape", "dtype", "share"} <= set(t) for t in plan["targets"]):
@@ -313,10 +343,10 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
     if same_code(source, best):
         return "revert", "the code of the best kernel: nothing changed"
     gain = statistics.median_low(-100.0 if g is None else g for g in gains)
-    least, noise = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct, _noise(values)
+    least, noise = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct, noise_pct(values)
     runs = f", the middle of {len(gains)} runs" if len(gains) > 1 else ""
     measured = f"{gain:+.2f} %{runs}"
-    slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, _noise(s))]
+    slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, noise_pct(s))]
     if slower:
         return "revert", f"{measured}, but slower at {slower[0]['size']} ({slower[0]['paired_gain_pct']:+.1f} %)"
     if gain >= least and gain > noise:
@@ -329,7 +359,7 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
     return "revert", f"{measured}: not above the least gain of {least:g} % and the noise of {noise:.2f} %"
 
 
-def _noise(values: Mapping[str, Any]) -> float:
+def noise_pct(values: Mapping[str, Any]) -> float:
     """Percent. 1.5 times a 95 % interval is three standard errors: equal kernels seem better once in 700 times."""
     return max(values.get("noise_pct") or 0.0, 1.5 * (values.get("gain_spread_pct") or 0.0))
 

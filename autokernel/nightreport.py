@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 from autokernel.digest import number, table  # noqa: E402
 from autokernel.night import KEPT, Night, Work  # noqa: E402
-from autokernel.paths import atomic_write, workspace  # noqa: E402
+from autokernel.paths import atomic_write, shared, workspace  # noqa: E402
 from autokernel.records import Ledger, now  # noqa: E402
 
 Block = tuple[str, Any]  # ("title" | "text" | "table" | "picture", content)
@@ -26,7 +26,8 @@ STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto
 def write(night: Night) -> str:
     """Write the three files; returns where they lie."""
     progress = _progress(night)
-    blocks = [("title", f"AutoKernel: {night.tag}"), *_result(), *_summary(night), ("picture", ("progress", progress))]
+    blocks = [("title", f"AutoKernel: {night.tag}"), *_result(night), *_summary(night)]
+    blocks.append(("picture", ("progress", progress)))
     for work in (w for w in night.works if w.experiments):
         blocks += _target(work)
     folder = workspace()
@@ -43,8 +44,10 @@ def write(night: Night) -> str:
 # ---- what is in it --------------------------------------------------------------------------------------------------
 
 
-def _result() -> list[Block]:
-    """The whole model as verify.py measured it; an estimate never stands in its place."""
+def _result(night: Night) -> list[Block]:
+    """The whole model as verify.py measured it, or the levels as scorer.py did; an estimate never stands there."""
+    if levels := sorted({w.name.split("/")[1] for w in night.works if w.problem and w.plan}):
+        return [("title2", "KernelBench"), *(("text", _level(level)) for level in levels)]
     path = workspace() / "verify.json"
     try:
         values = json.loads(path.read_text())
@@ -53,6 +56,15 @@ def _result() -> list[Block]:
     except (OSError, ValueError, AttributeError):
         text = "Not measured yet. Speedups below are of single kernels; run uv run verify.py for the model's own."
     return [("title2", "The model, end to end"), ("text", text)]
+
+
+def _level(level: str) -> str:
+    try:
+        v = json.loads((shared() / "kb" / level / "scores.json").read_text())
+        fast = ", ".join(f"fast_{p} {100 * share:.3g} %" for p, share in v["fast_p"]["pytorch"].items())
+        return f"Level {level}, all {v['problems']} problems: {v['scored']} scored, {v['right']} right; {fast}."
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"Level {level} is not scored yet: uv run kernelbench/scorer.py --level {level}"
 
 
 def _summary(night: Night) -> list[Block]:
@@ -72,7 +84,7 @@ def _summary(night: Night) -> list[Block]:
 def _target(work: Work) -> list[Block]:
     blocks: list[Block] = [("title2", work.name)]
     if picture := _roofline(work):
-        blocks.append(("picture", (f"roofline-{work.name}", picture)))
+        blocks.append(("picture", (f"roofline-{work.name}".replace("/", "-"), picture)))
     else:
         blocks.append(("text", "No roofline: no experiment ran on a GPU whose peaks are known."))
     for title, kept in (("Kept", True), ("Rejected", False)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
+import json
 import os
 import re
 import tempfile
@@ -19,14 +22,47 @@ def _from_env(variable: str, default: Path) -> Path:
     return Path(value).expanduser() if value else default
 
 
+@functools.lru_cache(maxsize=None)  # noqa: UP033  (cli.py says on Python 3.8, too, that it is too old)
+def worker() -> dict[str, str]:
+    """What `orchestrate.py worker` wrote as the reason of this git worktree's lock; empty where this is no worker.
+
+    Keys: worker (its name), gpu (as CUDA_VISIBLE_DEVICES has it), main, workspace and ledger (of the run). Empty as
+    well for a command whose AUTOKERNEL_WORKSPACE is another than the run's: it works for itself.
+    """
+    try:
+        facts = lock_facts(Path((repo_root() / ".git").read_text().partition(":")[2].strip()))
+    except OSError:
+        return {}  # a clone's .git is a folder
+    run = Path(facts.get("workspace", ""))
+    return facts if _from_env("AUTOKERNEL_WORKSPACE", run).absolute() == run.absolute() else {}
+
+
+def lock_facts(gitdir: Path) -> dict[str, str]:
+    """The facts in the lock of the worktree that this folder of git's describes; empty for somebody else's worktree."""
+    try:
+        facts = json.loads((gitdir / "locked").read_text())
+        return facts if isinstance(facts, dict) and "worker" in facts else {}
+    except (OSError, ValueError):
+        return {}
+
+
 def workspace() -> Path:
-    """Run-time files: AUTOKERNEL_WORKSPACE, else `workspace/` in the repository. Not created here."""
-    return _from_env("AUTOKERNEL_WORKSPACE", repo_root() / "workspace")
+    """Run-time files of this checkout: AUTOKERNEL_WORKSPACE, else `workspace/` in it. Not created here."""
+    own = repo_root() / "workspace"
+    return own if worker() else _from_env("AUTOKERNEL_WORKSPACE", own)
+
+
+def shared() -> Path:
+    """What the workers of a run have in common: plan, rules, targets, best kernels, experiments, claims.
+
+    The main workspace, so that what any of them keeps is where verify, export and report look.
+    """
+    return Path(worker()["workspace"]) if worker() else workspace()
 
 
 def ledger() -> Path:
-    """The ledger: AUTOKERNEL_LEDGER (workers of one run share one), else `results.tsv` in the repository."""
-    return _from_env("AUTOKERNEL_LEDGER", repo_root() / "results.tsv")
+    """The ledger, one for all workers: AUTOKERNEL_LEDGER, else `results.tsv` in the repository."""
+    return Path(worker()["ledger"]) if worker() else _from_env("AUTOKERNEL_LEDGER", repo_root() / "results.tsv")
 
 
 def cache_dir() -> Path:
@@ -40,9 +76,14 @@ def config_dir() -> Path:
     return _from_env("XDG_CONFIG_HOME", Path.home() / ".config") / "autokernel"
 
 
+def target_folder(name: str) -> Path:
+    """Where a target lies: workspace/targets/<name>/, or workspace/kb/<level>/<id>/ for a KernelBench problem."""
+    return shared() / name if name.startswith("kb/") else shared() / "targets" / name
+
+
 def best_path(target: str, op: str) -> Path:
-    """Where the best kernel so far lies: beside its target, or for an operator without a model in workspace/best/."""
-    return workspace() / "targets" / target / "best.py" if target else workspace() / "best" / f"{op}.py"
+    """Where the best kernel so far lies: beside its target, or for an operator without a model in best/."""
+    return target_folder(target) / "best.py" if target else shared() / "best" / f"{op}.py"
 
 
 def best_kernel(kernel: Path) -> Path | None:
@@ -55,6 +96,15 @@ def best_kernel(kernel: Path) -> Path | None:
 
 def operator_of(source: bytes) -> str:
     """KERNEL_TYPE of a kernel's text, also where that is no valid Python; "" without one."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        names = [
+            node.value.value
+            for node in ast.parse(source).body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name) and target.id == "KERNEL_TYPE"
+        ]
+        return str(names[-1]) if names else ""
     found = re.search(rb"^KERNEL_TYPE\s*=\s*[\"'](\w+)[\"']", source, re.MULTILINE)
     return found[1].decode() if found else ""
 

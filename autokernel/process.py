@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,8 @@ class Child:
         environment |= {"HOME": str(self.folder), "TMPDIR": str(self.folder)}
         _adopt_orphans()
         self.sock, theirs = socket.socketpair()
-        with theirs, open(self.log, "wb") as log:
+        with theirs, open(self.log, "wb") as log, Child.counting:
+            self.said = open(self.log, "rb")  # now: later its name may be a pipe's that nobody writes to
             self.process = subprocess.Popen(
                 [*under, sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
                 stdin=subprocess.DEVNULL,
@@ -56,11 +58,11 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-
-        Child.started.add(self.process.pid)
+            Child.started.add(self.process.pid)
         self.scheduling = _scheduling(self.process.pid)
 
     started: ClassVar[set[int]] = set()  # process ids: any other child of ours in a foreign session is a stray
+    counting: ClassVar[threading.Lock] = threading.Lock()  # so that no thread takes another's new child for a stray
 
     def size_memory(self, count: int) -> None:
         """Give the shared memory its size, for good."""
@@ -69,7 +71,8 @@ class Child:
 
     def companions(self) -> list[int]:
         """Living processes that the child started, those that left its session included."""
-        return [pid for pid in _strays(self.process.pid) if pid != self.process.pid]
+        with Child.counting:
+            return [pid for pid in _strays(self.process.pid) if pid != self.process.pid]
 
     def rescheduled(self) -> bool:
         """Whether somebody changed the child's or the judge's priority or processors."""
@@ -101,9 +104,15 @@ class Child:
         self.kill()
         Child.started.discard(self.process.pid)
         self.sock.close()
+        self.said.close()
         os.close(self.memory)
         self.memory = -1
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def age() -> float:

@@ -96,7 +96,7 @@ _UNESCAPES = {escaped: char for char, escaped in _ESCAPES.items()}
 
 def escape(text: str) -> str:
     """One cell: backslash, tab, newline and carriage return become two characters each."""
-    return re.sub(r"[\\\t\n\r]", lambda m: _ESCAPES[m[0]], text)
+    return text.translate({ord(char): escaped for char, escaped in _ESCAPES.items()})
 
 
 def unescape(cell: str) -> str:
@@ -155,11 +155,11 @@ class Ledger:
     """
 
     path: Path = field(default_factory=paths.ledger)
-    workspace: Path = field(default_factory=paths.workspace)
+    workspace: Path = field(default_factory=paths.shared)
     timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        # Beside the ledger, so that workers with their own workspace share it.
+        # beside the ledger, so that workers with their own workspace share it
         self._lock = FileLock(str(self.path.parent / "workspace" / f"{self.path.name}.lock"))
 
     @contextlib.contextmanager
@@ -189,7 +189,7 @@ class Ledger:
         A kill at any moment leaves the ledger without or with the whole row. A run that already has a row is refused.
         """
         with self.lock():
-            self._repair()
+            self.repair()
             header, rows = self._read()
             if header not in ((), COLUMNS):
                 raise self._error(f"has {len(header)} columns where this version writes {len(COLUMNS)}", aside=True)
@@ -197,7 +197,8 @@ class Ledger:
                 raise self._error(f"run {row.run_id} is experiment {same[0]} already; measure again: uv run bench.py")
             number = max((int(cells["experiment"]) for cells in rows), default=0) + 1
             if source is not None:
-                self._save_attempt(number, source, record or {}, extra or {})
+                files = {**(extra or {}), "kernel.py": source, "record.json": _dump(record or {})}
+                self._save_attempt(number, files)
             cells = {name: _to_cell(getattr(replace(row, experiment=number), name)) for name in COLUMNS}
             cells["chain"] = _chain(rows[-1]["chain"] if rows else "", cells)
             with _clear_errors("cannot write", self.path):
@@ -229,11 +230,7 @@ class Ledger:
 
     def repair(self) -> Path | None:
         """Move a torn last line to workspace/quarantine/ and return where; None when there was none."""
-        with self.lock():
-            return self._repair()
-
-    def _repair(self) -> Path | None:
-        with _clear_errors("cannot repair", self.path):
+        with self.lock(), _clear_errors("cannot repair", self.path):
             data = self.path.read_bytes() if self.path.exists() else b""
             if not (torn := data[data.rfind(b"\n") + 1:]):
                 return None
@@ -278,18 +275,12 @@ class Ledger:
         finally:
             os.close(fd)
 
-    def save_attempt(self, n: int, source: bytes, record: Mapping[str, Any]) -> Path:
-        """Keep kernel.py and record.json under workspace/experiments/<n>/, both or neither. Refuses a number in use."""
-        with self.lock():
-            if (folder := self.attempt(n)).exists():
-                raise RecordError(f"{folder} exists already; an attempt is written once, use the next number")
-            return self._save_attempt(n, source, record, {})
-
     def attempt(self, n: int) -> Path:
         """Folder of experiment `n`: kernel.py, record.json, and for a sweep sweep.tsv."""
         return self.workspace / "experiments" / str(n)
 
-    def _save_attempt(self, n: int, source: bytes, record: Mapping[str, Any], extra: Mapping[str, bytes]) -> Path:
+    def _save_attempt(self, n: int, files: Mapping[str, bytes]) -> None:
+        """Write workspace/experiments/<n>/: all of these files or none."""
         folder = self.attempt(n)
         with _clear_errors("cannot write", folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +289,7 @@ class Ledger:
             building = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))
             try:
                 building.chmod(0o755)
-                for name, data in {**extra, "kernel.py": source, "record.json": _dump(record)}.items():
+                for name, data in files.items():
                     paths.atomic_write(building / name, data)
                 if folder.exists():                             # of an append killed before its row was written
                     aside = self.workspace / "quarantine" / f"experiment-{n}-{uuid.uuid4().hex[:8]}"
@@ -310,7 +301,6 @@ class Ledger:
             except BaseException:
                 shutil.rmtree(building, ignore_errors=True)
                 raise
-        return folder
 
 
 def _finite(value: Any) -> Any:

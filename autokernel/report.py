@@ -34,11 +34,11 @@ def shown(value: Any) -> str:
     return "".join(c if c.isprintable() else " " for c in str(value))
 
 
-def block(values: dict[str, Any]) -> str:
+def block(values: dict[str, Any], keys: tuple[str, ...] = KEYS) -> str:
     """The aligned key block, then one row per size."""
-    width = max(map(len, KEYS)) + 1
+    width = max(map(len, keys)) + 1
     lines = []
-    for key in KEYS:
+    for key in keys:
         text = shown(values.get(key))
         if key == "speedup_vs_best" and values.get(key) is not None:
             text += f" +-{values['gain_spread_pct'] / 100:.4f}"

@@ -26,6 +26,7 @@ ATTRIBUTES = {
     "set_stream": "changes the current stream", "allow_tf32": "changes a process-wide setting",
     "set_num_threads": "changes a process-wide setting", "set_default_dtype": "changes a process-wide setting",
     "set_float32_matmul_precision": "changes a process-wide setting", "_make_subclass": "makes a tensor subclass",
+    "_profiler_enabled": "tells the look at library calls apart", "set_eval_frame": "installs a hook",
     "fp32_precision": "changes a process-wide setting", "set_flush_denormal": "changes a process-wide setting",
 }  # fmt: skip
 TEXTS = {
@@ -42,10 +43,11 @@ TEXTS = {
 def scan(source: bytes) -> list[tuple[int, str]]:
     """Findings in a kernel file, by line. A file that does not parse has none: it fails elsewhere."""
     try:
-        tree = ast.parse(source)
+        return sorted(set(_findings(ast.parse(source))))
     except (SyntaxError, ValueError):
         return []
-    return sorted(set(_findings(tree)))
+    except (RecursionError, MemoryError):
+        return [(1, "an expression nested too deeply to be looked at")]
 
 
 def _findings(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -17,7 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from autokernel import counters, gpu, integrity, ops
-from autokernel.judge import OUT_OF_MEMORY, START_SECONDS, Bench, Limits, Stage, correctness_cases, run_stages
+from autokernel.judge import OUT_OF_MEMORY, Bench, Limits, Stage, correctness_cases, run_stages, varied
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
@@ -81,17 +81,31 @@ def run(
     waited already; they count as the run's.
     Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
+    target = active_target()
+    values = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run") | {"target": target.name if target else None}
+
+    def session(source, best, device, digest):
+        return _Session(source, best, device, options, target, progress, digest)
+
+    return recorded(options, launcher, harness, values, target.spec.name if target else None, session, spent)
+
+
+def recorded(
+    options: Options, launcher: Launcher, harness: integrity.Harness | None, values: dict[str, Any], kind: str | None,
+    open_session: Callable[..., Any], spent: float = 0.0,
+) -> RunRecord:  # fmt: skip
+    """The record of one kernel file, judged by what `open_session(source, best, device, digest)` returns.
+
+    kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`.
+    """
     started, clock = now(spent), time.perf_counter()
     harness = harness or integrity.required(options.allow_dirty_harness)
-    target = active_target()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    values: dict[str, Any] = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run")
-    values |= {"started": started, "quick": options.quick, "target": target.name if target else None, "sizes": []}
-    values |= _device_values(device)
+    values |= {"started": started, "quick": options.quick, "sizes": []} | _device_values(device)
     values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
     data = b""
     try:
-        source = read_kernel(options.kernel, target.spec.name if target else None)
+        source = read_kernel(options.kernel, kind)
         data = source.data
         values |= {"kernel_type": source.kernel_type, "backend": source.backend}
         values["review"] = [f"{line}: {reason}" for line, reason in scan(data)]
@@ -100,9 +114,8 @@ def run(
         except KernelError as error:
             raise UsageError(f"--best: {error}") from None
         values["best_sha256"] = best.sha256 if best else None
-        session = _Session(source, best, device, options, target, progress, harness.sha256)
         with gpu_lock(device):
-            values |= session.run(launcher)
+            values |= open_session(source, best, device, harness.sha256).run(launcher)
     except KernelError as error:
         with contextlib.suppress(OSError):
             data = options.kernel.read_bytes()
@@ -116,54 +129,64 @@ class _Session:
     """The steps of one run, with what they share."""
 
     def __init__(self, source, best, device, options: Options, target: Target | None, progress, digest: str):
-        self.spec, self.source, self.best, self.options = ops.get(source.kernel_type), source, best, options
-        self.device, self.progress, self.target, self.digest = device, progress, target, digest
+        self.source, self.best, self.options, self.target = source, best, options, target
+        self.device, self.progress, self.digest = device, progress, digest
         self.limits = Limits(call=options.timeout, load=options.timeout)
+        self.varied: list[Case] = []  # timed sizes with other options and layouts: asked between the timed calls
         self.laps: dict[str, float] = {}  # where the time of a run went
         self._lap = time.perf_counter()
-        self.dtype = options.dtype or (target.dtype if target else self.spec.dtypes[0])
 
     def lap(self, name: str) -> None:
         """Note the seconds since the last lap."""
         self.laps[name] = time.perf_counter() - self._lap
         self._lap = time.perf_counter()
 
-    def run(self, launcher: Launcher) -> dict[str, Any]:
-        bench = Bench(self.spec, self.device, launcher, self.options.allow_tf32)
+    def bench(self, launcher: Launcher) -> Bench:
+        self.spec = ops.get(self.source.kernel_type)
+        self.dtype = self.options.dtype or (self.target.dtype if self.target else self.spec.dtypes[0])
+        return Bench(self.spec, self.device, launcher, self.options.allow_tf32)
+
+    def cases(self, bench: Bench) -> tuple[list[Case], list[Case], list[str]]:
+        """What is asked, what is timed, and the labels of what was left out for its size."""
         primary = self.target.cases(bench.on_gpu) if self.target else []
         near = self.target.neighbours(bench.on_gpu) if self.target else []
+        timed = timed_cases(bench, self.options.sizes, self.dtype, primary, self.spec.timed)
+        self.varied = varied(bench, self.source, [case for case in timed if case not in primary])
         cases, left_out = correctness_cases(bench, self.source, primary + near, self.dtype)
         if self.options.quick:
             cases = [c for c in cases if c.stage in ("smoke_test", "determinism")]
-        timed = self._timed_cases(bench, primary)
+        return cases, timed, left_out
+
+    def run(self, launcher: Launcher) -> dict[str, Any]:
+        bench = self.bench(launcher)
+        cases, timed, left_out = self.cases(bench)
         # read before the kernel runs: nothing it does can move the physical floor
         self.gpu = gpu.detect() if bench.on_gpu else None
         self.calibration = gpu.load_calibration(self.gpu) if self.gpu else None
-        if not timed:
-            raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
-        every = cases + timed
         cache = cache_dir() / "kernels" / "baseline"
-        workers = {"candidate": bench.open_kernel(self.source, every), "baseline": bench.worker(cache, timed)}
+        workers = {"candidate": bench.open_kernel(self.source, cases + timed + self.varied)}
+        if timed:
+            workers["baseline"] = bench.worker(cache, timed)
         if self.options.compile_baseline and not all(compiled_ratio(bench, case) for case in timed):
             workers["compiled"] = bench.worker(cache, timed)
-        if self.best:
+        if timed and self.best:
             workers["best"] = bench.open_kernel(self.best, timed)
         return {"left_out": left_out, **self._judged(bench, workers, cases, timed)}
 
     def _judged(self, bench: Bench, workers, cases: list[Case], timed: list[Case]) -> dict[str, Any]:
-        stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in STAGES]
+        stages = [Stage(name, total=sum(c.stage == name for c in cases)) for name in bench.stages]
         values: dict[str, Any] = {}
         try:
             self.progress("starting")
-            loaded = bench.load_kernel(workers["candidate"], self.limits)
+            load_seconds = bench.load_kernel(workers["candidate"], self.limits)
             self.lap("start")
-            if self.source.backend == "cuda" and not bench.on_gpu:
+            if self.source.backend == "cuda" and not bench.on_gpu and b"CUDA_SRC" in self.source.data:
                 return self._compiled_only(workers["candidate"])
             stages, replies = run_stages(
                 bench, workers["candidate"], cases, self.limits, self.source.nondeterministic, self.progress,
-                lambda: self._compile_ahead(bench, workers["candidate"], cases),
+                lambda: self._compile_ahead(bench, workers["candidate"], cases + self.varied),
             )  # fmt: skip
-            values["compile_seconds"] = loaded["seconds"] + (replies[0]["host_s"] if replies else 0.0)
+            values["compile_seconds"] = load_seconds + (replies[0]["host_s"] if replies else 0.0)
         except WorkerFailure as failure:
             stages[0].outcome, stages[0].detail = failure.outcome, failure.detail
             stages[0].failures.append(f"loading kernel.py: {failure}")
@@ -172,7 +195,7 @@ class _Session:
         if values["correctness"] != "PASS":
             return values
         try:
-            return values | self._timed(bench, workers, timed)
+            return values | (self._timed(bench, workers, timed) if timed else self._ended(bench, workers, []))
         except WorkerFailure as failure:
             if failure.worker is not workers["candidate"]:
                 name = next((n for n, worker in workers.items() if worker is failure.worker), "another")
@@ -202,7 +225,8 @@ class _Session:
                 bench.compile_ahead(self.source, [c for c in cases if c.stage != "smoke_test"], self.limits)
             self.lap("compile_ahead")
             done.parent.mkdir(parents=True, exist_ok=True)
-            done.touch()
+            with contextlib.suppress(FileExistsError):  # never through a link that the kernel left there
+                done.touch(exist_ok=False)
 
     def _timed(self, bench: Bench, workers, timed: list[Case]) -> dict[str, Any]:
         self._start_others(bench, workers, timed)
@@ -211,7 +235,8 @@ class _Session:
         timings = []
         for case in timed:
             timing = time_case(
-                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress
+                bench, case, workers, self.limits, device.spec if device else None, calibration, self.progress,
+                [other for other in self.varied if other.name == case.name],
             )
             if timing.invalid:
                 return {"correctness": "FAIL", "reason": f"timing {case.label}: {timing.invalid}"}
@@ -220,13 +245,19 @@ class _Session:
         main = next((t for t in timings if t.case.name == self.spec.primary and not self.target), timings[0])
         self.lap("timing")
         extra = self._looked_into(bench, workers["candidate"], main.case)
+        if refused := self._ended(bench, workers, timings):
+            return refused
+        self.lap("audit")
+        rows = [size_values(bench, timing, device, calibration) for timing in timings]
+        return rows[timings.index(main)] | {"sizes": rows, "laps": self.laps} | extra
+
+    def _ended(self, bench: Bench, workers, timings: list[Timing]) -> dict[str, Any]:
+        """End the candidate's process. Why the run does not count, if it does not."""
         if fault := foul_play(bench, timings, workers, self.limits):
             return {"correctness": "FAIL", "reason": fault}
         if integrity.digest() != self.digest:
             return {"correctness": "FAIL", "reason": "files of the harness changed while kernel.py ran: see git status"}
-        self.lap("audit")
-        rows = [size_values(bench, timing, device, calibration) for timing in timings]
-        return rows[timings.index(main)] | {"sizes": rows, "laps": self.laps} | extra
+        return {}
 
     def _looked_into(self, bench: Bench, worker: Worker, case: Case) -> dict[str, Any]:
         """What the kernel is made of: resources, library calls, and a profile if one was asked for."""
@@ -260,12 +291,11 @@ class _Session:
     def _start_others(self, bench: Bench, workers, timed: list[Case]) -> None:
         for name in ("baseline", "compiled"):
             if name in workers:
-                workers[name].share(bench.flush_bytes, START_SECONDS)
-                workers[name].ask("load", START_SECONDS, op=self.spec.name, compile=name == "compiled")
+                bench.load_baseline(workers[name], name == "compiled")
         if "best" in workers:
             bench.load_kernel(workers["best"], self.limits)
         if "compiled" in workers:
-            self.progress("torch.compile max-autotune, once per shape and device")
+            self.progress("torch.compile, once per shape and device")
             try:
                 for case in timed:
                     layout = bench.stage_fresh(workers["compiled"], case)
@@ -273,19 +303,26 @@ class _Session:
             except WorkerFailure as failure:
                 raise HarnessFailure(f"torch.compile failed; run without --compile-baseline: {failure}") from None
 
-    def _timed_cases(self, bench: Bench, targets: list[Case]) -> list[Case]:
-        """The target's own shapes, then the sizes asked for by name."""
-        shapes = self.spec.shapes if bench.on_gpu else self.spec.cpu_shapes
-        names = [name for name in self.options.sizes.split(",") if name]
-        if unknown := [name for name in names if name != "all" and name not in shapes]:
-            known = ", ".join(["all", *shapes])
-            raise UsageError(f"unknown --sizes {unknown[0]!r} for {self.spec.name}; known: {known}")
-        if not names:
-            names = [] if targets else list(self.spec.timed)
-        names = list(shapes) if "all" in names else names
-        optional = tuple(n for n, a in self.spec.args.items() if a.optional)  # the plain operator is what is timed
-        named = [Case(n, "timing", shapes[n], self.dtype, omit=optional) for n in names]
-        return [case for case in targets + named if bench.fits(case)]
+
+def timed_cases(
+    bench: Bench, sizes: str, dtype: str, targets: list[Case], default: tuple[str, ...]
+) -> list[Case]:
+    """The target's own shapes, then the sizes named (without a target: or the default). Raises UsageError."""
+    spec = bench.spec
+    shapes = spec.shapes if bench.on_gpu else spec.cpu_shapes
+    names = [name for name in sizes.split(",") if name]
+    if unknown := [name for name in names if name != "all" and name not in shapes]:
+        known = ", ".join(["all", *shapes])
+        raise UsageError(f"unknown --sizes {unknown[0]!r} for {spec.name}; known: {known}")
+    if not names:
+        names = [] if targets else list(default)
+    names = list(shapes) if "all" in names else names
+    optional = tuple(n for n, a in spec.args.items() if a.optional)  # the plain operator is what is timed
+    named = [Case(n, "timing", shapes[n], dtype, omit=optional) for n in names]
+    found = [case for case in targets + named if bench.fits(case)]
+    if not found:
+        raise UsageError("no size fits in this GPU's free memory; name a smaller one with --sizes")
+    return found
 
 
 # ---- from stages and timings to keys --------------------------------------------------------------------------------

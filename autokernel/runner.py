@@ -8,11 +8,19 @@ The wait hides the launch gap. The stage holds the inputs masked by a key that c
 can be computed from them while the wait runs. The output leaves on the stream right behind the end event, so work that
 was not joined is missing in it.
 
-The kernel's Python code shall reach none of this. `outside` yields the calls of the kernel to child.py, so that our
-frames are not on the stack below it; there are no classes here to be found by name; the garbage collector shows no
-object of ours; builtins are a private copy; and before any code of ours goes on after a call, hooks, handlers and
-threads are looked up and taken away, in C. Finalisers of what a call left run inside the next one. None of this is
-proof against native code in this process: the judge's own clock bounds that (docs/trust.md).
+The kernel's Python code shall reach none of this. So while code of the kernel could run, nothing of ours is on the
+stack below it: the functions here yield steps, which child.py runs in C. Code of the kernel runs in a call, in a
+finaliser, in a hook or a thread that it left, and whenever an object that it made is looked at. Hence:
+
+- what the kernel made is named by its place in a list; its exceptions, its result and its module are looked at in steps
+  by exposed.py and facts.py, and what they say arrives here as plain data, by way of `marshal`;
+- the last reference to such an object is dropped in C, when the next call begins (`kept`);
+- hooks, handlers and callbacks are taken away, the garbage collector is stopped and threads are looked for in C, before
+  any code here goes on; as this process waits for the judge, too, in C;
+- nothing here leads to this from elsewhere: there are no classes to be found by name, the garbage collector shows no
+  object of ours, builtins are a private copy.
+
+None of this is proof against native code in this process: the judge's own clock bounds that (docs/trust.md).
 
 Messages are length-prefixed JSON over one socket; neither side ever unpickles.
 """
@@ -25,27 +33,25 @@ __builtins__ = dict(vars(builtins))  # the functions below look names up here, w
 import ctypes
 import gc
 import importlib.util
-import inspect
 import json
+import marshal
 import operator
 import os
 import socket
 import struct
 import sys
 import time
-import traceback
 from functools import partial
-from itertools import pairwise
+from itertools import chain, compress, islice, pairwise, repeat
 from operator import gt
 from pathlib import Path
-from sys import getrefcount
-from types import GeneratorType, ModuleType, SimpleNamespace
+from types import GeneratorType, SimpleNamespace
 
 DEVICES = ("CPU", "CUDA")
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_REQUEST = 1 << 24
-AHEAD = 2  # results of `outside` before those of its steps
-LeftBehind = type("LeftBehind", (RuntimeError,), {})  # without functions: nothing leads from it to this module
+# without functions: nothing leads from them to this module
+LeftBehind, Told = (type(name, (RuntimeError,), {}) for name in ("LeftBehind", "Told"))
 
 
 def link(fd: int, memory: int) -> tuple:
@@ -54,12 +60,17 @@ def link(fd: int, memory: int) -> tuple:
     return box.extend, serve(socket.socket(fileno=fd), memory, box)
 
 
-def sibling(name: str):
-    """Another file of this package, loaded by path: under no name that a kernel could import it by."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def by_path(name: str, path: Path):
+    """A module under no name that a kernel could import it by."""
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def sibling(name: str) -> SimpleNamespace:
+    """What another file of this package defines, looked up now: the kernel's code may find the module's own names."""
+    return SimpleNamespace(**vars(by_path(name, Path(__file__).with_name(f"{name}.py"))))
 
 
 def serve(sock: socket.socket, memory: int, box: list):
@@ -73,55 +84,61 @@ def serve(sock: socket.socket, memory: int, box: list):
         tqdm.monitor_interval = 0
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # the context costs a second: now, while the judge is starting too
-    receive, send = channel(sock)
     handlers = {
-        "load": load, "call": call, "launch": launch, "audit": audit, "resources": resources, "replaced": replaced,
-        "compile": compile_only, "profile": profile, "count": count,
+        "setup": set_up, "load": load, "call": call, "launch": launch, "audit": audit, "resources": resources,
+        "replaced": replaced, "compile": compile_only, "profile": profile, "count": count, "use": use,
     }  # fmt: skip
-    self = None
-    while (request := receive()) is not None:
+    self = SimpleNamespace(torch=torch, box=box, memory=memory, kept=[], made={}, seen=[], alone=tuple)
+    receive, send = channel(self, sock)
+    while (request := (yield from receive())) is not None:
         try:
-            if request["do"] == "setup":
-                self = set_up(request, memory, box, torch)
-                os.close(memory)
-                answer = {"confinement": confine(request["writable"]) if request["writable"] else "off"}
-            else:
-                answer = handlers[request["do"]](self, request)
-                if isinstance(answer, GeneratorType):
-                    answer = yield from answer
+            answer = handlers[request["do"]](self, request)
+            if isinstance(answer, GeneratorType):
+                answer = yield from answer
         except BaseException as error:  # noqa: BLE001 - whatever it is, the judge hears of it
-            answer = {"error": error_of(error)}
-        send({"id": request["id"], **answer})
+            self.kept.append(error)
+            answer = {"error": said_by(error)}
+        yield from send({"id": request["id"], **answer})
 
 
-def channel(sock: socket.socket) -> tuple:
+def said_by(error: BaseException) -> dict:
+    """An error of ours as data. It may have come out of a function in C that met the kernel's: only plain parts."""
+    if type(error) is Told:
+        return error.args[0]
+    text = " ".join(part for part in error.args if type(part) is str)
+    return {"type": "".join((type.__dict__["__name__"].__get__(type(error)), "")), "message": text, "traceback": ""}
+
+
+def channel(self, sock: socket.socket) -> tuple:
     """Functions that receive and send one message, made of functions in C that were looked up now."""
     read, write = sock.recv, sock.sendall
     scan = json.JSONDecoder().scan_once
     encode = json.encoder.c_make_encoder(
         None, None, json.encoder.encode_basestring_ascii, None, ": ", ", ", False, False, True
     )
-    length = struct.Struct("<I")
+    length, invoke = struct.Struct("<I"), operator.methodcaller("__call__")
 
-    def exactly(count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            part = read(count - len(data))
-            if not part:
-                return None
-            data += part
-        return data
+    def run(step):
+        """A step during which other threads may run, and its result."""
+        yield map(invoke, (step, *self.alone()))
+        result = self.box[0]
+        del self.box[:]
+        return result
 
-    def receive() -> dict | None:
-        head = exactly(4)
+    def exactly(count: int):
+        data = yield from run(partial(read, count, socket.MSG_WAITALL))
+        return data if len(data) == count else None
+
+    def receive():
+        head = yield from exactly(4)
         if head is None or length.unpack(head)[0] > LONGEST_REQUEST:
             return None
-        data = exactly(length.unpack(head)[0])
+        data = yield from exactly(length.unpack(head)[0])
         return None if data is None else scan(data.decode(), 0)[0]
 
-    def send(message: dict) -> None:
+    def send(message: dict):
         data = "".join(encode(message, 0)).encode()
-        write(length.pack(len(data)) + data)
+        yield from run(partial(write, length.pack(len(data)) + data))
 
     return receive, send
 
@@ -129,62 +146,83 @@ def channel(sock: socket.socket) -> tuple:
 # ---- setting up ------------------------------------------------------------------------------------------------------
 
 
-def set_up(request: dict, memory: int, box: list, torch) -> SimpleNamespace:
+def set_up(self, request: dict):
     """Open the arena and look up, before a kernel is here, every function that is used while one is."""
+    torch, c = self.torch, self.torch._C
     os.environ.update(request["environment"])  # before Triton is imported, which reads it once
     torch.set_grad_enabled(False)
-    self = SimpleNamespace(torch=torch, box=box, function=None, last={}, kept={}, inputs={}, seen=[])
     self.device = torch.device(request["device"])
     self.on_gpu = self.device.type == "cuda"
-    exposed = sibling("exposed")
-    self.outcome, self.attempt, self.Failure = exposed.outcome, exposed.attempt, exposed.Failure
-    self.arena = open_arena(self, request["arena"], memory)
+    self.arena = open_arena(self, request["arena"])
+    os.close(self.memory)
+    exposed, facts, watch = sibling("exposed"), sibling("facts"), sibling("watch")
+    self.exposed, self.outcome, self.Failure, self.error_of = (
+        exposed, exposed.outcome, exposed.Failure, exposed.error_of
+    )  # fmt: skip
+    self.modules, self.loaded, self.hidden, self.compiled_before = sys.modules, {}, False, 0
+    # of a model (modelcall.py): its results come in a tuple; may they lie in inputs or be kept; does it write to its
+    # inputs; does a call change what the next one reads
+    self.several = self.aliasing = self.mutating = self.stateful = False
+    self.seeders, self.reset = [torch.default_generator.manual_seed], operator.methodcaller("reset")
     if not self.on_gpu and importlib.util.find_spec("triton"):
         exposed.prepare_interpreter()
     self.clock, self.invoke = time.perf_counter, operator.methodcaller("__call__")
-    self.enable, self.collect = gc.enable, gc.collect
-    base, self.tensor_type, self.strided = torch._C.TensorBase, torch.Tensor, torch.strided
-    self.copy_, self.equal, self.xor = base.copy_, torch.equal, torch.bitwise_xor
-    self.fill_ = torch._C.StorageBase.fill_
-    self.as_strided, self.view, self.cut, self.finite = torch.as_strided, base.view, base.narrow, base.nan_to_num
+    self.dumps, self.loads, self.collect, self.pause = marshal.dumps, marshal.loads, gc.collect, gc.disable
+    # what runs the kernel's code begins with these; see `watch` for how it ends
+    self.begin = self.kept.clear, gc.enable, partial(sys.setswitchinterval, sys.getswitchinterval())
+    self.copy_, self.fill_, self.tensor_type = c.TensorBase.copy_, c.StorageBase.fill_, torch.Tensor
+    self.equal, self.mul, self.xor, self.finite = torch.equal, torch.mul, torch.bitwise_xor, torch.nan_to_num
+    self.known = {name: vars(c.TensorBase)[name].__get__ for name in ("shape", "device", "layout")}
     self.dtypes = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-    self.use_count, self.keys = torch._C._storage_Use_Count, torch._C._dispatch_keys
-    with torch.inference_mode():
-        made_there = torch.empty(1, device=self.device)
-    # wrapped, lazily negated or functional tensors have the type of a plain one and other keys
-    self.plain = {str(self.keys(t)) for t in (made_there, torch.empty(1, device=self.device))}
-    watch = sibling("watch")
     settings = watch.settings_of(torch)
+    self.synchronize = c._cuda_synchronize if self.on_gpu else tuple
     if self.on_gpu:
         set_up_gpu(self, request["flush_bytes"])
-        settings["another current stream"] = self.current_stream
-    self.unheld = unheld(self)
-    self.after, self.left_behind = watch.watch(torch, settings)
-    return self
+        settings |= {"another current stream": self.current_stream, **watch.settings_of_gpu()}
+    self.alone, self.after, self.left_behind = watch.watch(torch, settings)
+    low = self.arena.data_ptr()
+    patched = watch.changed_in({"torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage})
+    self.patched = patched
+    span = low, low + self.arena.numel()
+    self.meet, self.look, self.holders, self.old = facts.observer(torch, self.device, span, self.kept, patched)
+    self.count = sys.getrefcount
+    self.unheld = yield from unheld(self)
+    return {"confinement": confine(request["writable"]) if request["writable"] else "off"}
+
+
+def unheld(self):
+    """What `weigh` says at most of the holders of a result that nobody but the caller holds."""
+    empty, device, several, seen = self.torch.empty, self.device, self.several, []
+    for make in (lambda: empty(2, device=device), lambda: empty(2, device=device)[:1]):
+        found = yield from outside(self, *self.begin, step(self, lambda make=make: (make(),) if several else make()))
+        seen.append((yield from weigh(self, found, len(self.begin), {}, []))[1])
+    return [max(counts) for counts in zip(*(row for rows in seen for row in rows), strict=True)]
 
 
 def set_up_gpu(self, flush_bytes: int) -> None:
     torch, c = self.torch, self.torch._C
     self.events = [c._CudaEventBase(enable_timing=True) for _ in range(5)]
     self.record, self.elapsed = c._CudaEventBase.record, c._CudaEventBase.elapsed_time
-    self.synchronize, self.sleep, self.sum = c._cuda_synchronize, c._cuda_sleep, torch.sum
+    self.sleep, self.sum = c._cuda_sleep, torch.sum
     self.stream, index = torch.cuda.current_stream(), torch.cuda.current_device()
     self.current_stream = partial(c._cuda_getCurrentStream, index)
     # read, not written: a written flush leaves dirty lines whose write-back is then charged to the kernel
     self.flush = torch.randint(1, 9, (flush_bytes // 4,), dtype=torch.int32, device=self.device)
+    self.flush_bytes = self.flush.numel() * 4
     self.flushed = torch.empty((), dtype=torch.int64, device=self.device)
     driver, persisting = ctypes.CDLL("libcuda.so.1"), 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE: for what outlives a flush
     self.set_aside = ctypes.c_size_t(0)
     self.read_set_aside = partial(driver.cuCtxGetLimit, ctypes.byref(self.set_aside), persisting)
     driver.cuCtxSetLimit(persisting, ctypes.c_size_t(0))
+    self.seeders.append(torch.cuda.default_generators[index].manual_seed)
     self.reset_peak = partial(c._cuda_resetPeakMemoryStats, index)
     self.memory_stats = partial(c._cuda_memoryStats, index)
 
 
-def open_arena(self, arena: dict, memory: int):
+def open_arena(self, arena: dict):
     torch = self.torch
     if arena["kind"] == "memory":
-        return torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=arena["bytes"], dtype=torch.uint8)
+        return torch.from_file(f"/proc/self/fd/{self.memory}", shared=True, size=arena["bytes"], dtype=torch.uint8)
     import base64
 
     handle = [base64.b64decode(v[1:]) if isinstance(v, str) else v for v in arena["handle"]]
@@ -200,47 +238,25 @@ def confine(writable: list[str]) -> str:
     return sandbox.confine(writable)
 
 
-def facts_of(tensor) -> tuple:
-    """What a tensor is besides its values."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, attributes_of(tensor)
-
-
-def attributes_of(tensor) -> list[str]:
-    """Names that were hung on a tensor; torch.compile keeps notes on the ones that it has seen."""
-    return sorted(name for name in map(str, tensor.__dict__) if not name.startswith("_dynamo_"))
-
-
-def holders(self, tensor) -> list[int]:
-    """How many hold a tensor's memory: its storage, the tensor and its base, each counted by their owners."""
-    base = tensor._base
-    storage = self.use_count(tensor.untyped_storage()._cdata) - (base is not None)
-    return [storage, getrefcount(tensor), getrefcount(base) if base is not None else 0]
-
-
-def unheld(self) -> list[int]:
-    """What `holders` says at most of a tensor that only a local variable holds."""
-    whole, part = self.torch.empty(2), self.torch.empty(2)[:1]
-    return [max(pair) for pair in zip(holders(self, whole), holders(self, part), strict=True)]
-
-
 # ---- running the kernel's code ---------------------------------------------------------------------------------------
 
 
 def outside(self, *steps):
     """Results of steps (functions in C, or `step`s) run where none of our variables are on the stack.
 
-    Finalisers of what earlier calls left come first, the steps of `watch` last. Raises LeftBehind, or the exception
-    of the first step that raised one.
+    Steps that run the kernel's code come after `begin`. What the kernel made may be among the results: hand it on by
+    its place only. Raises LeftBehind, or Told: what the first step that failed has raised.
     """
-    yield map(self.invoke, (self.kept.clear, self.enable, *steps, *self.after()))  # AHEAD of the steps: two
-    results, rest = self.box[AHEAD : AHEAD + len(steps)], self.box[AHEAD + len(steps) :]
+    yield map(self.invoke, (*steps, *self.after()))
+    found = self.box[:]
+    self.kept.append(found)
     del self.box[:]
-    if left := self.left_behind(rest) + self.seen:
+    if left := self.left_behind(found[len(steps) :]) + self.seen:
         raise LeftBehind(", ".join(left)[:300])
-    for result in results:
-        if type(result) is self.Failure:
-            raise result[0]
-    return results
+    failed = [at for at in range(len(steps)) if type(found[at]) is self.Failure]
+    if failed:
+        raise Told((yield from plain(self, self.error_of, nth(found, failed[0]))))
+    return found
 
 
 def step(self, function, *args, **kwargs):
@@ -248,284 +264,306 @@ def step(self, function, *args, **kwargs):
     return partial(self.outcome, function, args, kwargs)
 
 
+def nth(found: list, at: int) -> map:
+    """A result by its place, fetched in C."""
+    return map(found.__getitem__, (at,))
+
+
+def each(self, found: list, at: int):
+    """The results of a call by its place, one by one, fetched in C: those of a model come in a tuple."""
+    if not self.several:
+        return nth(found, at)
+    exact = map(operator.is_, map(type, nth(found, at)), (tuple,))
+    return chain.from_iterable(compress(nth(found, at), exact))
+
+
+def plain(self, function, *arguments):
+    """What a function says of things of the kernel, as plain data; arguments: iterators with one item each."""
+    (said,) = yield from plain_all(self, map(function, *arguments))
+    return said
+
+
+def plain_all(self, *said):
+    """What iterators with one item each say, as plain data: marshal takes exact types of Python's only."""
+    found = yield from outside(self, *[partial(list, map(self.dumps, one)) for one in said])
+    return [self.loads(found[i][0]) for i in range(len(said))]
+
+
+def told(self, function, *args, **kwargs):
+    """`plain` for a function of exposed.py that runs the kernel's code; raises Told with what it raised."""
+    found = yield from outside(self, *self.begin, step(self, function, *args, **kwargs))
+    return (yield from plain(self, dict, nth(found, len(self.begin))))
+
+
 def load(self, request: dict):
-    """Import the candidate, or build a trusted baseline; answer with what `kernel_fn` takes."""
-    start = self.clock()
-    if "op" in request:
+    """Import the candidate, or build a trusted baseline."""
+    if "model" in request:
+        yield from prepare_model(self, request)
+    if "compile" in request:
         self.function, self.changed = baseline(self, request), list
-    else:
-        watch = sibling("watch")
+        return {}
+    if not self.hidden:
+        watch, self.hidden = sibling("watch"), True
         self.changed = watch.changed_in(watch.watched(self.torch), new_too=False)
         self.operators = watch.operators_of(self.torch._C._dispatch_dump)
         self.operators_before = self.operators()
         self.seen = watch.hide()
-        module = yield from import_kernel(self, Path(request["path"]))
-        (self.function,) = yield from outside(self, step(self, getattr, module, "kernel_fn", None))
-        if not callable(self.function):
-            raise AttributeError("kernel.py defines no function kernel_fn")
-    (signature,) = yield from outside(self, step(self, inspect.signature, self.function))
-    taken = signature.parameters.items()
-    parameters = {n: p.default is p.empty for n, p in taken if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {"parameters": parameters, "seconds": self.clock() - start}
+    elif self.loaded:  # the variants of a sweep live side by side; another kernel's code has run here
+        self.compiled_before = (yield from told(self, self.exposed.compiled))["modules"]
+    yield from import_kernel(self, request["path"])
+    return {}
 
 
-def import_kernel(self, path: Path):
-    # `autokernel.cuda` is there for CUDA kernels; reference.py, the oracle, is not importable
-    package = ModuleType("autokernel")
-    package.__path__ = [str(ROOT / "autokernel")]
-    sys.modules["autokernel"] = package
-    spec = importlib.util.spec_from_file_location("kernel", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kernel"] = module
-    yield from outside(self, step(self, spec.loader.exec_module, module))
-    return module
+def prepare_model(self, request: dict):
+    """What modelcall.py builds a model of: plain data and tensors, made by the judge."""
+    package = self.torch.load(request["model"], map_location="cpu", weights_only=True)
+    if package["init"] is None:  # the problem's constructor takes more than plain data
+        package["init"] = by_path("problem", Path(request["problem"])).get_init_inputs()
+    self.several, self.stateful = True, package["stateful"]
+    self.aliasing, self.mutating = request["aliasing"], request["mutating"]
+    self.build = partial(sibling("modelcall").build, package=package, device=self.device)
+    self.unheld = yield from unheld(self)
+
+
+def import_kernel(self, path: str):
+    found = yield from outside(self, *self.begin, step(self, self.exposed.imported, path))
+    module = found[len(self.begin)]
+    if left := (yield from plain(self, self.invoke, (self.patched,))):
+        raise LeftBehind(", ".join(f"another {name}" for name in left)[:300])
+    name = "ModelNew" if self.several else "kernel_fn"
+    found = yield from outside(self, *self.begin, step(self, getattr, module, name, None))
+    function = found[len(self.begin)]
+    if not callable(function):
+        raise AttributeError(f"kernel.py defines no {name}")
+    if self.several:
+        found = yield from outside(self, *self.begin, step(self, self.build, function))
+        function = found[len(self.begin)]
+    self.function, _ = self.loaded[path] = function, module
+
+
+def use(self, request: dict):
+    """Go back to a kernel loaded earlier."""
+    self.function, module = self.loaded[request["path"]]
+    yield from outside(self, partial(self.modules.__setitem__, "kernel", module))
+    return {}
 
 
 def baseline(self, request: dict):
     sys.path.append(str(ROOT))  # last: nothing in the repository stands in for a library
+    if self.several:
+        model = by_path("problem", Path(request["problem"])).Model
+        return self.build(model, compiled="default" if request["compile"] else "")
     from autokernel import ops
 
     function = ops.get(request["op"]).baseline
-    if request.get("compile"):
+    if request["compile"]:
         function = self.torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
     return function
 
 
-def replaced(self, request: dict) -> dict:
+def replaced(self, request: dict):
     """Names of well-known functions and operators that the kernel replaced for the whole process."""
     now = self.operators()
     changed = [f"aten::{name}" for name, before in self.operators_before.items() if now[name] != before]
-    return {"changed": (changed + self.changed())[:20]}
+    changed += yield from plain(self, self.invoke, (self.changed,))
+    return {"changed": changed[:20]}
 
 
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 
-def tensor(self, spec: dict, region: str):
-    """A view into the arena; spec: shape, strides, dtype, start (byte offset of the region), offset (elements)."""
-    dtype, start = self.dtypes[spec["dtype"]], spec[region]
-    usable = (self.arena.numel() - start) // dtype.itemsize * dtype.itemsize
-    flat = self.view(self.cut(self.arena, 0, start, usable), dtype)
-    return self.as_strided(flat, spec["shape"], spec["strides"], flat.storage_offset() + spec.get("offset", 0))
+def views(self, specs: list):
+    """Tensors in the arena, each the same object whenever it lies in the same place, as a model's weights are."""
+    if new := [spec for spec in dict.fromkeys(specs) if spec not in self.made]:
+        (made, *_) = yield from outside(self, step(self, self.exposed.views, self.torch, self.arena, new))
+        if type(made) is not list or list(map(type, made)) != [self.tensor_type] * len(new):
+            raise LeftBehind("another torch.as_strided")
+        self.made.update(zip(new, made, strict=True))
+        yield from outside(self, partial(list, map(self.meet, made)))
+    return [self.made[spec] for spec in specs]
 
 
-def same_tensor(self, spec: dict):
-    """An input that is the same object whenever it lies in the same place, as a model's weights are."""
-    key = tuple(spec["shape"]), tuple(spec["strides"]), spec["dtype"], spec["work"], spec["offset"]
-    if key not in self.inputs:
-        self.inputs[key] = tensor(self, spec, "work")
-    return self.inputs[key]
+def place(self, spec: dict, region: str, own: bool) -> tuple:
+    """What `views` takes; spec: shape, strides, dtype, start (byte offset of the region), offset (elements)."""
+    shape, strides = tuple(spec["shape"]), tuple(spec["strides"])
+    return self.dtypes[spec["dtype"]], shape, strides, spec[region], spec.get("offset", 0), own
 
 
 def arguments(self, request: dict):
-    """(the call's arguments by name, a function that brings their content)."""
-    inputs = {name: same_tensor(self, spec) for name, spec in request["inputs"].items()}
-    stage, work, count = request["stage"], request["work"], request["bytes"]
-    integers = self.dtypes["int64"]
-    source = self.view(self.cut(self.arena, 0, stage, count), integers)
-    # `.data`: new content leaves no trace in the version counter, as a Triton kernel's writes leave none
-    target = self.view(self.cut(self.arena, 0, work, count), integers).data
-    return inputs, partial(self.xor, source, request["mask"], out=target)
+    """(the call's inputs by name, the outputs' tensors, a step that brings the inputs' content)."""
+    specs = [place(self, spec, "work", False) for spec in request["inputs"].values()]
+    whole = {"dtype": "int64", "shape": [request["bytes"] // 8], "strides": [1], **request}
+    specs += [place(self, whole, region, True) for region in ("stage", "work")]
+    specs += [place(self, spec, "start", True) for spec in request["outputs"]]
+    tensors, count = (yield from views(self, specs)), len(request["inputs"])
+    source, target, *outputs = tensors[count:]
+    plain = partial(self.mul, source, request["inverse"], out=target)
+    unmask = partial(self.xor, target, request["mask"], out=target)
+    named = dict(zip(request["inputs"], tensors[:count], strict=True))
+    return named, outputs, partial(list, map(self.invoke, (plain, unmask)))
+
+
+def before(self, request: dict) -> tuple[list, list]:
+    """Steps that give a model the random numbers and the state that the judge's own copy has in this call.
+
+    (Steps of ours, steps that run the kernel's code.)
+    """
+    seeds = [partial(seed, request["seed"]) for seed in self.seeders] if request["seed"] is not None else []
+    return seeds, [step(self, self.reset, self.function)] * self.stateful
 
 
 def call(self, request: dict):
-    inputs, bring = arguments(self, request)
-    output = tensor(self, request["output"], "start").data
-    before = {name: facts_of(value) for name, value in inputs.items()}
+    inputs, outputs, bring = yield from arguments(self, request)
     job = step(self, self.function, **inputs, **request["scalars"])
+    seeds, resets = before(self, request)
+    if resets:  # in a run of its own: nothing that it left is there when the inputs come
+        yield from outside(self, *self.begin, *resets, self.synchronize)
     run = timed_gpu if self.on_gpu else timed_cpu
-    out, reply = yield from run(self, bring, output, job, request)
-    del job
-    reply["late"] = yield from late(self, out, output, request["poison"])
-    reply["left"] = [f"another tensor in place of {k}" for k, v in before.items() if facts_of(inputs[k]) != v]
-    if matches(self, out, output) and any(map(gt, holders(self, out), self.unheld)):
+    found, at, reply = yield from run(self, seeds, bring, outputs, job, request)
+    return reply | (yield from facts_of(self, found, at, inputs, outputs, request))
+
+
+def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: dict):
+    """What is to be said of the results besides their values."""
+    wants = [[spec["dtype"], spec["shape"], self.device.type] for spec in request["outputs"]]
+    said, holders = yield from weigh(self, found, at, inputs, wants)
+    if said["fits"] and not self.aliasing and held(self, holders):
         yield from outside(self, self.collect)  # perhaps only a cycle of the kernel's own variables
-        if any(map(gt, holders(self, out), self.unheld)):
-            reply["left"].append("a reference to its output, a buffer that the next calls overwrite")
-    reply["out"] = describe(self, out)
-    remember(self, out)
-    return reply
+        (holders,) = yield from plain_all(self, holding(self, found, at))
+        if held(self, holders):
+            said["left"].append("a reference to its output, a buffer that the next calls overwrite")
+    late = yield from changed_since(self, found, at, outputs, said, request["poison"])
+    return {"outs": said["outs"], "left": said["left"], "late": late}
 
 
-def timed_gpu(self, bring, output, job, request):
+def weigh(self, found: list, at: int, inputs: dict, wants: list):
+    """Facts about the results of a call, and how many hold them; remembers them."""
+    look = map(partial(self.look, inputs, wants), map(list, (each(self, found, at),)))
+    return (yield from plain_all(self, look, holding(self, found, at)))
+
+
+def holding(self, found: list, at: int) -> map:
+    return map(self.holders, map(list, (each(self, found, at),)), map(self.count, nth(found, at)))
+
+
+def held(self, holders: list) -> bool:
+    """Whether more hold the results than the runner."""
+    return any(any(map(gt, counts, self.unheld)) for counts in holders)
+
+
+def timed_gpu(self, seeds, bring, outputs, job, request):
     first, flushing, start, end, done = (partial(self.record, event, self.stream) for event in self.events)
-    self.reset_peak()
     wait, flush = partial(self.sleep, request["wait_cycles"]), partial(self.sum, self.flush, 0, out=self.flushed)
-    steps = [first, wait, bring, flushing, flush, start, self.clock, job, self.clock, end]
-    steps.append(hand_over(self, output, steps.index(job)))
-    results = yield from outside(self, *steps, self.synchronize, done, self.synchronize, self.read_set_aside)
-    began, out, ended = results[6:9]
-    del results
+    steps = [*self.begin, *seeds, self.reset_peak, first, wait, bring, flushing, flush, start]
+    steps += [self.clock, job, self.pause, self.clock, end]
+    at = len(steps) - 4
+    steps += [hand_over(self, outputs, at), self.synchronize, done, self.synchronize]
+    spans = [partial(self.elapsed, *pair) for pair in pairwise(self.events)]
+    found = yield from outside(self, *steps, self.read_set_aside, self.memory_stats, *spans)
     if self.set_aside.value:
         raise LeftBehind("a part of L2 set aside, which no flush reaches")
-    marks = dict(zip(("before_s", "flush_s", "device_s", "after_s"), pairwise(self.events), strict=True))
-    times = {name: self.elapsed(*pair) / 1e3 for name, pair in marks.items()}
-    peak = self.memory_stats()["allocated_bytes"]["all"]["peak"] - self.flush.numel() * 4
-    return out, times | {"host_s": ended - began, "peak_bytes": peak}
+    stats, *times = found[len(steps) + 1 : len(steps) + 2 + len(spans)]
+    times = {name: t / 1e3 for name, t in zip(("before_s", "flush_s", "device_s", "after_s"), times, strict=True)}
+    peak = stats["allocated_bytes"]["all"]["peak"] - self.flush_bytes
+    return found, at, times | {"host_s": found[at + 2] - found[at - 1], "peak_bytes": peak}
 
 
-def timed_cpu(self, bring, output, job, request):
-    steps = bring, self.clock, job, self.clock, hand_over(self, output, 2)
-    _, began, out, ended, _ = yield from outside(self, *steps)
-    times = {"before_s": 0.0, "flush_s": 0.0, "device_s": ended - began, "after_s": 0.0, "host_s": ended - began}
-    return out, times | {"peak_bytes": 0}
+def timed_cpu(self, seeds, bring, outputs, job, request):
+    steps = [*self.begin, *seeds, bring, self.clock, job, self.pause, self.clock]
+    at = len(steps) - 3
+    found = yield from outside(self, *steps, hand_over(self, outputs, at), self.clock)
+    began, _, _, ended, _, done = found[at - 1 : at + 5]
+    took = ended - began
+    times = {"before_s": 0.0, "flush_s": 0.0, "device_s": took, "after_s": done - ended, "host_s": took}
+    return found, at, times | {"peak_bytes": 0}
 
 
-def hand_over(self, output, at: int):
-    """A step that copies the result of another one, `at`, where the judge reads it, on the stream, at once.
+def hand_over(self, outputs: list, at: int):
+    """A step that copies the results of another one, `at`, where the judge reads them, on the stream, at once.
 
-    A wrong result is left to the judge.
+    In C throughout, so there is no code of Python's here that a kernel could have changed. A result that does not fit
+    is left to the judge.
     """
-    return partial(self.attempt, list, map(self.copy_, (output,), map(self.box.__getitem__, (at + AHEAD,))))
+    copies = []
+    for number, output in enumerate(outputs):
+        fitting, exact = (islice(each(self, self.box, at), number, number + 1) for _ in range(2))
+        for look in self.known.values():
+            other = islice(each(self, self.box, at), number, number + 1)
+            fitting = compress(fitting, map(operator.eq, map(look, other), (look(output),)))
+        copied = partial(list, map(self.copy_, (output,), fitting))
+        copies.append(compress((copied,), map(operator.is_, map(type, exact), (self.tensor_type,))))
+    return partial(list, map(self.invoke, chain(*copies)))
 
 
-def matches(self, out, output) -> bool:
-    same = type(out) is self.tensor_type and out.dtype == output.dtype and out.shape == output.shape
-    return same and out.device == output.device and out.layout == self.strided and str(self.keys(out)) in self.plain
+def changed_since(self, found: list, at: int, outputs: list, said: dict, poison: int):
+    """Whether a result changed after it was handed over.
 
-
-def late(self, out, output, poison: int):
-    """Whether the result changed after it was handed over.
-
-    Fills the output before with noise: so what torch.empty hands to the kernel next never holds an earlier answer.
+    Fills the outputs before with noise: so what torch.empty hands to the kernel next never holds an earlier answer.
     """
-    fits, old = matches(self, out, output), self.last.get("out")
-    steps = [partial(self.equal, out, output)] * fits
-    if type(old) is self.tensor_type and old.layout == self.strided and old.numel():
-        steps.append(partial(self.fill_, old.untyped_storage(), poison))
+    steps = [partial(list, map(self.equal, each(self, found, at), outputs))] * said["fits"]
+    if said["old"] and not self.aliasing:
+        steps.append(partial(list, map(self.fill_, self.old, repeat(poison))))
     results = yield from outside(self, *steps)
-    if not fits or results[0]:
+    same = [True] * len(outputs)
+    if not said["fits"] or results[0] == same:
         return False
     # NaNs are unequal to themselves: look again without
-    finite = yield from outside(self, partial(self.finite, out), partial(self.finite, output))
-    (equal,) = yield from outside(self, partial(self.equal, *finite))
-    return not equal
-
-
-def describe(self, out) -> dict:
-    """Facts about the returned object, for the judge to weigh."""
-    if type(out) is not self.tensor_type:
-        return {"type": f"{type(out).__module__}.{type(out).__qualname__}"}
-    storage = out.untyped_storage() if out.layout == self.strided else None
-    low = storage.data_ptr() if storage else 0
-    high = low + (storage.nbytes() if storage else 0)
-    arena, last = self.arena.data_ptr(), self.last.get("span")
-    return {
-        "type": "torch.Tensor",
-        "dtype": str(out.dtype).removeprefix("torch."),
-        "shape": list(out.shape),
-        "strides": list(out.stride()) if storage else None,
-        "device": out.device.type,
-        "layout": str(out.layout) if str(self.keys(out)) in self.plain else str(self.keys(out)),
-        "attributes": attributes_of(out),
-        "requires_grad": out.requires_grad,
-        "aliases_input": bool(low < arena + self.arena.numel() and arena < high and high > low),
-        "aliases_previous": bool(last is not None and low < high and low < last[1] and last[0] < high),
-    }
-
-
-def remember(self, out) -> None:
-    """Keep this output until after the next call; the one before will be freed in `outside`."""
-    self.kept, self.last = self.last, {"out": out}
-    if type(out) is self.tensor_type and out.layout == self.strided:
-        storage = out.untyped_storage()
-        # read before the handle is kept: a resized storage would move
-        self.last["span"] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    finite = partial(list, map(self.equal, map(self.finite, each(self, found, at)), map(self.finite, outputs)))
+    (equal, *_) = yield from outside(self, finite)
+    return equal != same
 
 
 # ---- measurements without a verdict ----------------------------------------------------------------------------------
 
 
 def launch(self, request: dict):
-    """Host seconds of one call among 20 back to back: what launching costs a model that never waits."""
-    inputs, _ = arguments(self, request)
-    job = step(self, self.function, **inputs, **request["scalars"])
-    for count in (3, 20):
-        began, *_, ended = yield from outside(self, self.clock, *[job] * count, self.clock)
-        if self.on_gpu:
-            self.synchronize()
-    return {"host_s": (ended - began) / 20}
+    """Host seconds of one call among many back to back, what launching costs a model that never waits.
+
+    The result of one of them, request["judged"], is handed over to be judged.
+    """
+    inputs, outputs, bring = yield from arguments(self, request)
+    job, (seeds, resets) = step(self, self.function, **inputs, **request["scalars"]), before(self, request)
+    once = [*seeds, *resets, *[bring] * self.mutating, self.clock, job, self.clock]
+    steps, size = [*self.begin, bring, *once * request["launches"]], len(once)
+    ahead = len(steps) - size * request["launches"]
+    at = ahead + request["judged"] * size + size - 2
+    found = yield from outside(self, *steps, hand_over(self, outputs, at), *[self.synchronize] * self.on_gpu)
+    ends, starts = (found[ahead + size - i : len(steps) : size] for i in (1, 3))
+    taken = list(map(operator.sub, ends, starts))[4:]
+    return {"host_s": sum(taken) / len(taken)}
 
 
 def audit(self, request: dict):
     """One more call, watched: which PyTorch operators it runs, and the names of the device's kernels."""
-    inputs, bring = arguments(self, request)
+    inputs, _, bring = yield from arguments(self, request)
     yield from outside(self, bring)
     # torch.profiler and TorchDispatchMode import all of torch._dynamo, which takes seconds; this does not
     profiler = self.torch.autograd.profiler.profile(use_device="cuda" if self.on_gpu else None, use_kineto=True)
-    with profiler as seen:
-        yield from outside(self, step(self, self.function, **inputs, **request["scalars"]))
-        if self.on_gpu:
-            self.synchronize()
-    names = {kind: {e.name[:300] for e in seen.function_events if e.device_type.name == kind} for kind in DEVICES}
-    operators, kernels = {n for n in names["CPU"] if n.startswith("aten::")}, names["CUDA"]
-    return {"operators": sorted(operators), "kernels": sorted(kernels)}
+    call = self.function, inputs | request["scalars"]
+    return (yield from told(self, self.exposed.audited, profiler, DEVICES, *call, self.synchronize))
 
 
 def profile(self, request: dict):
     """Five calls under PyTorch's profiler: the device's kernels with their times, and trace.json in this folder."""
-    from torch.profiler import ProfilerActivity, profile
-
-    inputs, bring = arguments(self, request)
+    inputs, _, bring = yield from arguments(self, request)
     yield from outside(self, bring)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.on_gpu
-    with profile(activities=activities) as profiler:
-        yield from outside(self, *[step(self, self.function, **inputs, **request["scalars"])] * 5)
-        if self.on_gpu:
-            self.synchronize()
-    profiler.export_chrome_trace("trace.json")
-    events = [e for e in profiler.events() if e.device_type.name == ("CUDA" if self.on_gpu else "CPU")]
-    kernels: dict[str, list[float]] = {}
-    for event in events:
-        kernels.setdefault(event.name, []).append(event.device_time if self.on_gpu else event.self_cpu_time_total)
-    rows = [{"kernel": k[:200], "calls": len(v) / 5, "us": sum(v) / len(v)} for k, v in kernels.items()]
-    return {"kernels": sorted(rows, key=lambda r: -r["calls"] * r["us"])[:30]}
+    call = self.function, inputs | request["scalars"]
+    return (yield from told(self, self.exposed.profiled, *call, self.on_gpu, self.synchronize))
 
 
 def count(self, request: dict):
     """One warm and one profiled call, for Nsight Compute around this process."""
-    inputs, bring = arguments(self, request)
+    inputs, _, bring = yield from arguments(self, request)
     job = step(self, self.function, **inputs, **request["scalars"])
-    yield from outside(self, bring, job)
-    self.synchronize()
-    self.torch.cuda.cudart().cudaProfilerStart()
-    yield from outside(self, job)
-    self.synchronize()
-    self.torch.cuda.cudart().cudaProfilerStop()
+    runtime = self.torch.cuda.cudart()
+    between = self.synchronize, runtime.cudaProfilerStart
+    yield from outside(self, *self.begin, bring, job, *between, job, self.synchronize, runtime.cudaProfilerStop)
     return {}
 
 
-def compile_only(self, request: dict) -> dict:
-    """Compile the kernel's CUDA_SRC without calling it: all that can be done where there is no GPU."""
-    from autokernel.cuda import compile_cuda
-
-    module = sys.modules["kernel"]
-    compile_cuda(module.CUDA_SRC, defines=getattr(module, "CONFIG", {}))
-    return {}
+def compile_only(self, request: dict):
+    return (yield from told(self, self.exposed.compiled_only))
 
 
-def resources(self, request: dict) -> dict:
-    """Registers, spills and shared memory of the compiled kernels, the largest of each."""
-    found = []
-    if cuda := sys.modules.get("autokernel.cuda"):
-        found += [kernel for module in cuda.loaded_modules() for kernel in module.resources.values()]
-    if self.on_gpu and "triton" in sys.modules:
-        from autokernel.cuda import triton_resources
-
-        for value in vars(sys.modules["kernel"]).values():
-            function = getattr(value, "fn", value) if not hasattr(value, "device_caches") else value
-            for caches in getattr(function, "device_caches", {}).values():
-                found += [triton_resources(compiled) for compiled in caches[0].values()]
-    names = ("registers", "spill_bytes", "smem_bytes")
-    return {"resources": {n: max((r[n] for r in found if r.get(n) is not None), default=None) for n in names}}
-
-
-def error_of(error: BaseException) -> dict:
-    """An exception as data: type, message, the line in kernel.py, and the traceback for those who ask."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "kernel.py"]
-    return {
-        "type": type(error).__name__,
-        "message": str(error)[:4000] or type(error).__name__,
-        "line": getattr(error, "lineno", None) or (frames[-1].lineno if frames else None),
-        "traceback": "".join(traceback.format_exception(error))[-8000:],
-    }
+def resources(self, request: dict):
+    return (yield from told(self, self.exposed.resources, self.on_gpu, self.compiled_before))

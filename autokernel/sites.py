@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os.path
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,16 +29,17 @@ from autokernel.graph import (
     Match,
     View,
     apply,
-    interpret,
     is_random,
     module_path,
     name,
     origins,
     overload,
     region,
+    tensor,
     value,
 )
-from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes
+from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes, dtype_name
+from autokernel.targets import target_key
 
 TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
@@ -80,11 +83,7 @@ class Site:
     @cached_property
     def module(self) -> str:
         """Where in the model: the path that the sub-graph's modules share."""
-        paths = [module_path(n).split(".") for n in self.nodes]
-        shared = paths[-1]
-        for path in paths:
-            shared = [a for a, b in zip(shared, path, strict=False) if a == b] if shared != path else shared
-        return ".".join(shared)
+        return ".".join(os.path.commonprefix([module_path(n).split(".") for n in self.nodes]))  # of lists, part by part
 
     @cached_property
     def work(self) -> tuple[fx.Node, ...]:
@@ -95,6 +94,17 @@ class Site:
     def leaves(self) -> tuple[fx.Node, ...]:
         return tuple(dict.fromkeys(a.node for a in self.match.args.values() if isinstance(a, View)))
 
+    @cached_property
+    def fixed(self) -> tuple[fx.Node, ...]:
+        """The leaves whose captured values the claim uses."""
+        views = [self.match.args[n] for n in sorted(self.match.fixed)]
+        return tuple(v.node for v in views if isinstance(v, View))
+
+    @property
+    def result(self) -> torch.Tensor:
+        """What the operator gives, before the views that make it the output (on meta)."""
+        return _result(self.spec, self.scalars, self.dtype, self.size)
+
     @property
     def flops(self) -> float:
         return self.spec.flops(self.size, self.scalars)
@@ -102,27 +112,25 @@ class Site:
     @property
     def bytes(self) -> int:
         """Each argument once and the result once."""
-        tensors = [*self.tensors.values(), value(self.output)]
-        return sum(t.numel() * t.dtype.itemsize for t in tensors)
+        return sum(t.nbytes for t in (*self.tensors.values(), tensor(self.output)))
 
     @cached_property
     def key(self) -> str:
         """Sites with the same key are one target: operator, dtypes, shapes, strides, scalars."""
-        tensors = [f"{n}{list(t.shape)}{list(t.stride())}{_NAMES.get(t.dtype)}" for n, t in self.tensors.items()]
-        return " ".join([self.op, self.dtype, *tensors, *(f"{k}={v}" for k, v in self.scalars.items())])
+        return target_key(self.op, {n: described(t) for n, t in self.tensors.items()}, self.scalars)
 
     @cached_property
     def reference(self) -> str:
         """The captured sub-graph, one ATen call a line; the same text for each repetition of a layer."""
         labels = {n: f"${i}" for i, n in enumerate(self.leaves)} | {n: f"?{i}" for i, n in enumerate(self.conditions)}
-        lines = [f"{label}: {_typed(value(n))}" for n, label in labels.items()]
+        lines = [f"{label}: {dtype_name(tensor(n).dtype)} {list(tensor(n).shape)} {list(tensor(n).stride())}"
+                 for n, label in labels.items()]  # fmt: skip
         for argument, given in self.match.args.items():
             seen = f"{labels[given.node]} {given.steps or ''}" if isinstance(given, View) else f"filled with {given}"
             lines.append(f"{argument} = {seen}".rstrip())
         for i, node in enumerate(self.nodes):
             labels[node] = f"%{i}"
-            args, kwargs = (fx.node.map_aggregate(a, lambda v: labels.get(v, v) if isinstance(v, fx.Node) else v)
-                            for a in (node.args, node.kwargs))  # fmt: skip
+            args, kwargs = _mapped(node, lambda a: labels.get(a, a) if isinstance(a, fx.Node) else a)
             words = [str(a).replace("'", "") for a in args] + [f"{k}={v}" for k, v in kwargs.items()]
             lines.append(f"%{i} = {node.target if isinstance(node.target, torch._ops.OpOverload) else name(node)}"
                          f"({', '.join(words)})")  # fmt: skip
@@ -133,8 +141,16 @@ class Site:
         return hashlib.sha256(self.reference.encode()).hexdigest()
 
 
-def _typed(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} {list(tensor.stride())}"
+def _mapped(node: fx.Node, change: Callable[[Any], Any]) -> tuple[tuple, dict[str, Any]]:
+    """A node's arguments, each changed."""
+    args: Any = fx.node.map_aggregate(node.args, change)
+    kwargs: Any = fx.node.map_aggregate(node.kwargs, change)
+    return args, kwargs
+
+
+def described(tensor: torch.Tensor) -> dict[str, Any]:
+    """An argument as target.json has it."""
+    return {"shape": list(tensor.shape), "strides": list(tensor.stride()), "dtype": dtype_name(tensor.dtype)}
 
 
 @dataclass
@@ -146,19 +162,29 @@ class Found:
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
 
-def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) -> Found:
-    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass."""
-    found, proven = Found(), {}
+def find(
+    capture: Capture,
+    progress: Callable[[str], None] = lambda text: None,
+    graphs: Iterable[Graph] | None = None,
+    wanted: Callable[[Site], bool] = lambda site: True,
+) -> Found:
+    """All sites of a capture whose `keep_inputs` was set when it ran. Takes about one float64 forward pass.
+
+    graphs: of some of its graphs only. wanted: only such sites are proven; others are as if they were not there.
+    """
+    found = Found()
+    proven: dict[tuple, str] = {}
     specs = [ops.get(op) for op in ops.names()]
-    for graph in capture.graphs:
-        if graph.problem or graph.module is None:
-            continue
-        groups = _claims(graph, specs, found.refused)
-        progress(f"proving {len(groups)} claims of graph {graph.index}")
-        sites = _Proof(graph, proven, found.refused).run(groups)
-        top, inner = _disjoint(sites)
-        found.sites += top
-        found.inner += inner
+    for graph in capture.graphs if graphs is None else graphs:
+        if graph.lowered:
+            groups = _claims(graph, specs, found.refused, wanted)
+            progress(f"proving {len(groups)} claims of graph {graph.index}")
+            proof = _Proof(graph, groups, proven, found.refused)
+            with torch.no_grad():
+                proof.run(*graph.inputs)
+            top, inner = _disjoint(proof.found)
+            found.sites += top
+            found.inner += inner
     kept = {n for s in [*found.sites, *found.inner] for n in s.nodes}
     found.refused = {n: why for n, why in found.refused.items() if n not in kept}
     return found
@@ -168,7 +194,7 @@ def find(capture: Capture, progress: Callable[[str], None] = lambda text: None) 
 
 
 def _claims(
-    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str]
+    graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str], wanted: Callable[[Site], bool]
 ) -> list[tuple[fx.Node, list[Site]]]:
     """Anchors with their candidates, the preferred one first. What cannot be a site leaves its reason in `refused`."""
     groups, depends = [], origins(graph)
@@ -179,7 +205,7 @@ def _claims(
             for match in matcher(node) if matcher else ():
                 built = match if isinstance(match, str) else _candidate(graph, spec, match, depends)
                 if isinstance(built, Site):
-                    group.append(built)
+                    group += [built] * wanted(built)
                 elif name(node) not in _GENERIC:
                     refused.setdefault(node, f"{spec.name}: {built}")
             if group:
@@ -203,9 +229,9 @@ def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, 
         others = [u for u in node.users if u not in inside]
         if node is not match.output and others and name(node) not in VIEWS | CASTS:
             return f"its intermediate {name(node)} is also read by {name(others[0]) or 'the result of the graph'}"
-    kinds = frozenset().union(*(depends[n] for n in conditions))
-    if kinds & {"parameter", "float input", "random"}:
-        return f"it also reads a tensor made from a {min(kinds & {'parameter', 'float input', 'random'})}"
+    kinds = {kind for n in conditions for kind in depends[n]}
+    if unknown := kinds & {"parameter", "float input", "random"}:
+        return f"it also reads a tensor made from a {min(unknown)}"
     try:
         tensors, dtype, size = _typed_arguments(spec, match)
         _check_result(spec, match, dtype, size)
@@ -216,15 +242,16 @@ def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, 
 
 def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
     """The arguments as fake tensors, the site's dtype, and its size. Raises SpecError."""
-    tensors, size = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    size: dict[str, Any] = {}
     for argument, given in match.args.items():
         if isinstance(given, View):
-            tensors[argument] = given.of(value(given.node))
+            tensors[argument] = given.of(tensor(given.node))
             bind_axes(f"{spec.name}: {argument}", spec.args[argument].axes, tuple(tensors[argument].shape), size)
     floats = [tensors[n].dtype for n, a in spec.args.items() if a.dtype == "float" and n in tensors]
     for dtype in floats:
         if _NAMES.get(dtype) not in spec.dtypes:
-            raise SpecError(f"dtype {str(dtype).removeprefix('torch.')} is not one of {', '.join(spec.dtypes)}")
+            raise SpecError(f"dtype {dtype_name(dtype)} is not one of {', '.join(spec.dtypes)}")
     device = next(iter(tensors.values())).device
     for argument, given in match.args.items():
         if not isinstance(given, View):
@@ -239,11 +266,15 @@ def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor
     return tensors, _NAMES[floats[0]], bound
 
 
-def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
-    scalars = {**spec.scalars, **match.scalars}
+def _result(spec: OpSpec, scalars: Mapping[str, Any], dtype: str, size: Mapping[str, Any]) -> torch.Tensor:
     out = spec.out(size, scalars) if callable(spec.out) else axes_shape(spec.out, size)
     made = DTYPES[dtype] if spec.out_dtype == "float" else getattr(torch, spec.out_dtype)
-    result, want = apply(match.out, torch.empty(out, dtype=made, device="meta")), value(match.output)
+    return torch.empty(out, dtype=made, device="meta")
+
+
+def _check_result(spec: OpSpec, match: Match, dtype: str, size: dict[str, Any]) -> None:
+    result = apply(match.out, _result(spec, {**spec.scalars, **match.scalars}, dtype, size))
+    want = value(match.output)
     if want is None or result.shape != want.shape or result.dtype != want.dtype:
         expected = f"{want.dtype} {list(want.shape)}" if want is not None else "no tensor"
         raise SpecError(f"the operator gives {result.dtype} {list(result.shape)}, the model {expected}")
@@ -255,11 +286,12 @@ def _disjoint(sites: list[Site]) -> tuple[list[Site], list[Site]]:
     top, inner = [], []
     for site in sorted(sites, key=lambda s: -len(s.work)):
         owners = {owner.get(n) for n in site.work}
-        if owners == {None}:
+        largest = owners.pop()
+        if not owners and largest is None:
             top.append(site)
             owner |= dict.fromkeys(site.work, site)
-        elif len(owners) == 1 and len(site.work) < len(next(iter(owners)).work):
-            site.inside = owners.pop()
+        elif not owners and largest is not None and len(site.work) < len(largest.work):
+            site.inside = largest
             inner.append(site)
     return sorted(top, key=lambda s: s.output), sorted(inner, key=lambda s: s.output)
 
@@ -267,36 +299,40 @@ def _disjoint(sites: list[Site]) -> tuple[list[Site], list[Site]]:
 # ---- proof ----------------------------------------------------------------------------------------------------------
 
 
-class _Proof:
-    """Runs a graph once on its captured inputs and decides each group of candidates when its last value exists."""
+class _Proof(fx.Interpreter):
+    """Runs a graph once on its captured inputs and decides each group of candidates when its last value exists.
 
-    def __init__(self, graph: Graph, proven: dict[tuple, str], refused: dict[fx.Node, str]):
-        self.graph, self.proven, self.refused = graph, proven, refused
+    found: one site of each group at most, the first candidate that holds. proven: what earlier graphs have shown.
+    """
 
-    def run(self, groups: list[tuple[fx.Node, list[Site]]]) -> list[Site]:
-        """One site of each group at most: the first candidate that holds."""
-        due: dict[fx.Node, list[tuple[fx.Node, list[Site]]]] = {}
-        keep: dict[fx.Node, fx.Node] = {}
+    def __init__(
+        self, graph: Graph, groups: list[tuple[fx.Node, list[Site]]], proven: dict[tuple, str],
+        refused: dict[fx.Node, str],
+    ):  # fmt: skip
+        super().__init__(graph.module)
+        self.proven, self.refused = proven, refused
+        self.found: list[Site] = []
+        self.due: dict[fx.Node, list[tuple[fx.Node, list[Site]]]] = defaultdict(list)
+        last = {n: user for user, dying in self.user_to_last_uses.items() for n in dying}
         for anchor, group in groups:
             final = max(site.output for site in group)
-            due.setdefault(final, []).append((anchor, group))
+            self.due[final].append((anchor, group))
             for leaf in {n for site in group for n in (*site.leaves, *site.conditions)}:
-                keep[leaf] = max(keep.get(leaf, final), final)
-        found: list[Site] = []
+                last[leaf] = max(last.get(leaf, final), final)
+        self.user_to_last_uses = defaultdict(list)
+        for node, user in last.items():
+            self.user_to_last_uses[user].append(node)
 
-        def decide(node: fx.Node, env: dict[fx.Node, Any]) -> None:
-            found.extend(site for claim in due.get(node, ()) if (site := self._first(*claim, env)) is not None)
-
-        with torch.no_grad():
-            interpret(self.graph.module, self.graph.inputs, after=decide, keep=keep)
-        return found
+    def run_node(self, n: fx.Node) -> Any:
+        self.env[n] = super().run_node(n)
+        self.found += filter(None, (self._first(*claim, self.env) for claim in self.due.get(n, ())))
+        return self.env[n]
 
     def _first(self, anchor: fx.Node, group: list[Site], env: dict[fx.Node, Any]) -> Site | None:
         results: dict[Any, torch.Tensor] = {}
         why = ""
         for site in group:
-            fixed = [env[site.match.args[n].node] for n in sorted(site.match.fixed)]
-            read = tuple(_digest(t) for t in [*(env[n] for n in site.conditions), *fixed])
+            read = tuple(_digest(env[n]) for n in (*site.conditions, *site.fixed))
             key = (site.key, site.reference, site.match.out, read)
             if key not in self.proven:
                 self.proven[key] = self._fault(site, env, results)
@@ -310,12 +346,11 @@ class _Proof:
     def _fault(self, site: Site, env: dict[fx.Node, Any], results: dict[Any, torch.Tensor]) -> str:
         """"" if the sub-graph is the operator, else how far off it is."""
         rounds = ("captured", "random") if len(site.nodes) > 1 else ("captured",)
-        fixed = {site.match.args[n].node for n in site.match.fixed}
         for which in rounds:
             given = {n: _doubled(env[n]) for n in (*site.leaves, *site.conditions)}
             if which == "random":
-                given |= {n: _random_like(given[n]) for n in site.leaves if n not in fixed}
-            shared = (which, site.output, site.nodes, tuple(sorted(fixed)))  # random values are seeded: the same again
+                given |= {n: _random_like(given[n]) for n in site.leaves if n not in site.fixed}
+            shared = (which, site.output, site.nodes, site.fixed)  # random values are seeded: the same again
             if shared not in results:
                 results[shared] = _run_doubled(site, given)
             ours = reference_result(site, given)
@@ -336,17 +371,16 @@ def reference_result(site: Site, given: Mapping[fx.Node, torch.Tensor]) -> torch
             dtype = next(t.dtype for t in given.values() if t.dtype.is_floating_point)
             args[argument] = torch.full(site.tensors[argument].shape, claim, dtype=dtype, device=like.device)
     result = site.spec.reference(**args, **site.scalars)
-    return apply([s for s in site.match.out if not s[0].startswith("to.")], result)
+    return apply(tuple(s for s in site.match.out if not s[0].startswith("to.")), result)
 
 
 def _doubled(given: Any) -> Any:
-    if not isinstance(given, torch.Tensor):
+    """A tensor, or a dtype, in double precision; anything else as it is."""
+    if isinstance(given, torch.Tensor):
+        return given.to(_doubled(given.dtype))
+    if not isinstance(given, torch.dtype):
         return given
-    return given.to(_wide(given.dtype))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+    return torch.complex128 if given.is_complex else torch.float64 if given.is_floating_point else given
 
 
 def _random_like(given: Any) -> Any:
@@ -360,15 +394,11 @@ def _random_like(given: Any) -> Any:
 def _run_doubled(site: Site, given: Mapping[fx.Node, Any]) -> torch.Tensor:
     """The sub-graph in float64: every floating-point dtype that it names becomes float64."""
 
-    def wide(argument):
-        if isinstance(argument, fx.Node):
-            return env[argument]
-        return _wide(argument) if isinstance(argument, torch.dtype) else argument
-
     env = dict(given)
     for node in site.nodes:
-        args, kwargs = (fx.node.map_aggregate(a, wide) for a in (node.args, node.kwargs))
-        env[node] = node.target(*args, **kwargs)
+        args, kwargs = _mapped(node, lambda a: env[a] if isinstance(a, fx.Node) else _doubled(a))
+        function: Any = node.target
+        env[node] = function(*args, **kwargs)
     return env[site.output]
 
 
@@ -389,7 +419,7 @@ def _digest(given: Any) -> str:
         return str(given)
     data = given.detach().cpu().contiguous()
     data = torch.view_as_real(data) if data.is_complex() else data
-    return hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 # ---- replacement ----------------------------------------------------------------------------------------------------
@@ -405,17 +435,15 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.module.graph, copies))
     module = fx.GraphModule(graph.module, copied)
-    for site, kernel in dict(kernels).items():
+    # from the last one on: a site's arguments may be another's output, whose node exists until that one is replaced
+    for site, kernel in sorted(dict(kernels).items(), key=lambda item: item[0].output, reverse=True):
         output = copies[site.output]
-        with copied.inserting_after(output):
-            anchor = copied.call_function(_identity, (output,))  # keeps a place behind the output while it is replaced
-        with copied.inserting_before(anchor):
+        with copied.inserting_before(output.next):
             args = {n: _insert(module, copied, a, site.tensors[n], copies, output) for n, a in site.match.args.items()}
             scalars = {k: v for k, v in site.scalars.items() if v != site.spec.scalars[k]}
             result = copied.call_function(_target(kernel), kwargs={**args, **scalars})
             for which, *arguments in site.match.out:
                 result = copied.call_function(overload(which), (result, *arguments))
-        copied.erase_node(anchor)
         output.replace_all_uses_with(result)
     for node in copied.nodes:
         if name(node) == "view":  # a kernel's result may lie otherwise in memory than the original's
@@ -437,18 +465,17 @@ def _target(kernel: Callable) -> Callable:
     return call
 
 
-def _identity(node: Any) -> Any:
-    return node
-
-
-def _insert(module, copied, given: View | float, tensor, copies, output) -> fx.Node:
+def _insert(
+    module: fx.GraphModule, copied: fx.Graph, given: View | float, like: torch.Tensor, copies: dict[fx.Node, fx.Node],
+    output: fx.Node,
+) -> fx.Node:  # fmt: skip
+    """An argument in a copied graph; a number becomes a buffer filled with it."""
     if isinstance(given, View):
         node = copies[given.node]
         for which, *arguments in given.steps:
             node = copied.call_function(overload(which), (node, *arguments))
         return node
-    device = value(output).device
-    label = f"_filled_{str(given).replace('.', '_')}_{'x'.join(map(str, tensor.shape))}_{_NAMES[tensor.dtype]}"
+    label = f"_filled_{str(given).replace('.', '_')}_{'x'.join(map(str, like.shape))}_{_NAMES[like.dtype]}"
     if not hasattr(module, label):
-        module.register_buffer(label, torch.full(tensor.shape, given, dtype=tensor.dtype, device=device))
+        module.register_buffer(label, torch.full(like.shape, given, dtype=like.dtype, device=tensor(output).device))
     return copied.get_attr(label)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from autokernel import ops
+from autokernel.kernelbench import KERNEL_TYPE, bound
+from autokernel.space import constants
 from autokernel.spec import OpSpec
 
 BACKENDS = ("triton", "cuda")
+LONGEST = 8 << 20  # bytes of a kernel file
 
 
 class KernelError(ValueError):
@@ -38,49 +41,53 @@ class KernelSource:
 def read_kernel(path: Path, expected_type: str | None = None) -> KernelSource:
     """Read and check a kernel file statically. Raises KernelError with the line, the fault and the known names."""
     try:
+        if path.exists() and not path.is_file() or path.stat().st_size > LONGEST:  # a pipe or a device never ends
+            raise KernelError(f"{path}: no regular file of at most {LONGEST >> 20} MB; give one with --kernel FILE")
         data = path.read_bytes()
     except OSError as error:
         raise KernelError(f"{path}: {error.strerror}; give a kernel file with --kernel FILE") from None
     try:
         tree = ast.parse(data, filename=str(path))
+    except (RecursionError, MemoryError):
+        raise KernelError(f"{path.name}:1: syntax error: nested too deeply") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise KernelError(f"{path.name}:{line}: syntax error: {getattr(error, 'msg', error)}") from None
-    values = _constants(tree)
+    values = constants(tree)
     kind = values.get("KERNEL_TYPE")
+    if expected_type == KERNEL_TYPE:
+        return _model_source(path, data, tree, values)
     if kind is None:
         raise KernelError(f"{path.name}: no KERNEL_TYPE; write e.g. KERNEL_TYPE = \"matmul\"; known: {_known()}")
     if kind not in ops.names():
         raise KernelError(f"{path.name}: unknown KERNEL_TYPE {kind!r}; known: {_known()}")
     if expected_type and kind != expected_type:
         raise KernelError(f"{path.name}: KERNEL_TYPE is {kind!r}, the active target is a {expected_type!r}")
-    backend = values.get("BACKEND", "triton")
+    return _kernel_source(path, data, kind, values, _signature(path, tree, ops.get(kind)))
+
+
+def _kernel_source(path: Path, data: bytes, kind: str, values: dict[str, Any], parameters: tuple[str, ...]):
+    backend, config = values.get("BACKEND", "triton"), values.get("CONFIG")
     if backend not in BACKENDS:
         raise KernelError(f"{path.name}: unknown BACKEND {backend!r}; known: {', '.join(BACKENDS)}")
-    parameters = _signature(path, tree, ops.get(kind))
-    config = values.get("CONFIG")
     return KernelSource(
         path, data, kind, backend, parameters, values.get("DETERMINISTIC") is False,
         config if isinstance(config, dict) else {},
     )  # fmt: skip
 
 
+def _model_source(path: Path, data: bytes, tree: ast.Module, values: dict[str, Any]) -> KernelSource:
+    """A KernelBench solution, with or without our constants: it defines ModelNew."""
+    kind = values.get("KERNEL_TYPE", KERNEL_TYPE)
+    if kind != KERNEL_TYPE:
+        raise KernelError(f"{path.name}: KERNEL_TYPE is {kind!r}, a KernelBench problem's is {KERNEL_TYPE!r}")
+    if not any("ModelNew" in bound(node) for node in tree.body):
+        raise KernelError(f"{path.name}: no class ModelNew; a starter has one: uv run kernelbench/bridge.py setup -h")
+    return _kernel_source(path, data, kind, values, ())
+
+
 def _known() -> str:
     return ", ".join(ops.names())
-
-
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Module-level names bound to literals."""
-    found: dict[str, Any] = {}
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets:
-            if isinstance(target, ast.Name) and getattr(node, "value", None) is not None:
-                try:
-                    found[target.id] = ast.literal_eval(node.value)
-                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    continue
-    return found
 
 
 def _signature(path: Path, tree: ast.Module, spec: OpSpec) -> tuple[str, ...]:

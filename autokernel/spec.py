@@ -18,6 +18,12 @@ import torch
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STAGES = ("smoke_test", "shape_sweep", "numerical_stability", "determinism", "edge_cases")
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float16 -> "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 Size = Mapping[str, Any]  # axis name -> int, or a tuple for a "*axis"
 
 
@@ -129,6 +135,7 @@ class OpSpec:
     sites: Mapping[str, Callable[[Any], Iterator[Any]]] = field(default_factory=dict)
     # axes that a model's batch or length changes; several scale together ("q_len+kv_len")
     scaled: tuple[str, ...] = ()
+    least_flops: bool = True  # whether no right answer takes fewer: a model's may be rewritten
 
     # ---- tensors -----------------------------------------------------------------------------------------------
 
@@ -156,9 +163,16 @@ class OpSpec:
         dtype = DTYPES[case.dtype] if self.out_dtype == "float" else getattr(torch, self.out_dtype)
         return TensorSpec("out", shape, strides_of(shape, "contiguous")[0], dtype)
 
+    def outputs(self, case: Case) -> tuple[TensorSpec, ...]:
+        """All outputs of a case: an operator has one, a model may have several."""
+        return (self.output(case),)
+
     def bytes_moved(self, case: Case) -> int:
-        """Bytes of each input once and of the output once: what any kernel must move through memory."""
-        return self.bytes_read(case) + self.output(case).nbytes
+        """Bytes of each input once and of each output once: what any kernel must move through memory."""
+        return self.bytes_read(case) + self.bytes_written(case)
+
+    def bytes_written(self, case: Case) -> int:
+        return sum(t.nbytes for t in self.outputs(case))
 
     def bytes_read(self, case: Case) -> int:
         return sum(t.nbytes for t in self.tensors(case).values())
@@ -238,7 +252,9 @@ class OpSpec:
             for kind in self._some(index, on_gpu)
         ]
         found += [case("views", "edge_cases", base, self._turn(i), layout=w) for i, w in enumerate(layouts)]
-        found += [case("option", "edge_cases", base, self._turn(i), scalars=v) for i, v in enumerate(variants)]
+        # in every dtype: an approximation that hides in the half formats does not in float32
+        kinds = self.dtypes if on_gpu else ("fp32",)
+        found += [case("option", "edge_cases", base, kind, scalars=v) for v in variants for kind in kinds]
         for index, name in enumerate(n for n, a in self.args.items() if a.optional and n in accepts):
             found.append(replace(case("option", "edge_cases", base, self._turn(index)), omit=(*omit, name)))
         return found

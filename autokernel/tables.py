@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 HEADER = ("#", "operator", "where", "shape", "dtype", "calls", "ms", "share", "cum", "bound", "roof", "at most")
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def percent(value: float | None) -> str:
-        return "n/a" if value is None else f"{value:.1f}%" if value < 99.95 else f"{value:.0f}%"
-
-    at_most = f"{row['at_most']:.2f}x" if row.get("at_most") else "n/a"
-    dtype = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}.get(row["dtype"], row["dtype"])
+    at_most = f"{row['at_most']:.2f}x" if row["at_most"] else "n/a"
     return (
-        str(row.get("rank", "")), row["op"], row["where"], row["shape"], dtype, str(row["calls"] or "?"),
-        f"{row['ms']:.4g}", percent(100 * row["share"]),
-        percent(100 * row["cumulative"]) if "cumulative" in row else "",
-        row.get("bound") or "n/a", percent(row.get("pct_roofline")), at_most,
+        str(row["rank"]), row["op"], row["where"], row["shape"], row["dtype"], str(row["calls"] or "?"),
+        f"{row['ms']:.4g}", percent(100 * row["share"]), percent(100 * row["cumulative"]),
+        row["bound"] or "n/a", percent(row["pct_roofline"]), at_most,
     )  # fmt: skip
+
+
+def percent(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.1f}%" if value < 99.95 else f"{value:.0f}%"
 
 
 def table(rows: list[tuple[str, ...]], columns: int) -> list[str]:
@@ -40,7 +40,7 @@ def table(rows: list[tuple[str, ...]], columns: int) -> list[str]:
     return lines
 
 
-def _line(row, columns, wide) -> str:
+def _line(row: tuple[str, ...], columns: Iterable[int], wide: dict[int, int]) -> str:
     left = (1, 2, 3, 4, 9)
     words = [_cut(row[i], wide[i]).ljust(wide[i]) if i in left else row[i].rjust(wide[i]) for i in columns]
     return "  ".join(words).rstrip()
@@ -59,7 +59,7 @@ def summary(v: dict[str, Any], top: int = 25) -> str:
         "inputs": v["inputs"],
         "device": v["device"] if v["device"] != "cpu" else "cpu (shares hold for this CPU only)",
         kind: f"{v['total_ms']:.4g} ms a forward (the model as it is: {v['as_is_ms']:.4g} ms)",
-        **{f"{mode}": f"{ms:.4g} ms wall" for mode, ms in v["modes_ms"].items()},
+        **{mode: f"{ms:.4g} ms wall" for mode, ms in v["modes_ms"].items()},
         "in sites": f"{_share(v['time_in_sites'])} of the time, {_share(v['flops_in_sites'])} of "
                     f"{v['flops'] / 1e9:.4g} GFLOP",
     }  # fmt: skip
@@ -77,7 +77,7 @@ def summary(v: dict[str, Any], top: int = 25) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "n/a" if value is None else f"{100 * value:.1f}%"
+    return percent(None if value is None else 100 * value)
 
 
 def _other_lines(rows: list[dict[str, Any]], width: int, top: int) -> list[str]:
@@ -95,7 +95,8 @@ def _other_lines(rows: list[dict[str, Any]], width: int, top: int) -> list[str]:
 
 def verdict(v: dict[str, Any]) -> list[str]:
     """What follows from the launch modes: is the model launch-bound, and what do free measures give?"""
-    modes, lines = v["modes_ms"], []
+    modes: dict[str, float] = v["modes_ms"]
+    lines: list[str] = []
     eager = modes.get("eager")
     if v["device"] == "cpu" or not eager:
         return lines

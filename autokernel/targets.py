@@ -8,13 +8,14 @@ in workspace/active.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from autokernel import ops
-from autokernel.paths import workspace
+from autokernel.paths import shared, target_folder, workspace
 from autokernel.spec import DTYPES, Case, OpSpec, axes_shape
 
 INTERPRETED_FLOPS = 1e7  # what Triton's interpreter does in some seconds
@@ -47,6 +48,7 @@ class Target:
     share: float | None = None
     sites: tuple[dict[str, Any], ...] = ()
     reference_sha256: str = ""
+    key: str = ""  # `sites.Site.key` of its sites
 
     def cases(self, on_gpu: bool = True) -> list[Case]:
         """The target's own shape, under the name "target".
@@ -123,6 +125,12 @@ class Target:
         return found
 
 
+def target_key(op: str, args: Mapping[str, Mapping[str, Any]], scalars: Mapping[str, Any]) -> str:
+    """What a kernel is optimised and checked for: operator, shape, strides and dtype of each argument, scalars."""
+    tensors = [f"{n}{a['shape']}{a['strides']}{a['dtype']}" for n, a in args.items()]
+    return " ".join([op, *tensors, *(f"{k}={v}" for k, v in scalars.items())])
+
+
 def read_target(folder: Path) -> Target:
     """Raises TargetError naming the file and what is wrong with it."""
     path = folder / "target.json"
@@ -138,6 +146,7 @@ def read_target(folder: Path) -> Target:
             folder.name, folder, spec, values["dtype"], spec.bind(shapes), strides, values.get("scalars", {}), omit,
             {n: d for n, d in dtypes.items() if DTYPES[d] != own}, values.get("calls", 1), values.get("ms"),
             values.get("share"), tuple(values.get("sites", ())), values.get("reference_sha256", ""),
+            target_key(spec.name, values["args"], {**spec.scalars, **values.get("scalars", {})}),
         )  # fmt: skip
     except (OSError, KeyError, TypeError, ValueError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
@@ -146,7 +155,7 @@ def read_target(folder: Path) -> Target:
 
 def read_targets() -> list[Target]:
     """Every extracted target, by rank. Raises TargetError."""
-    folders = [f.parent for f in (workspace() / "targets").glob("*_*/target.json")]
+    folders = [f.parent for f in (shared() / "targets").glob("*_*/target.json")]
     return [read_target(f) for f in sorted(folders, key=lambda f: int(f.name.partition("_")[0]))]
 
 
@@ -155,4 +164,7 @@ def active_target() -> Target | None:
     pointer = workspace() / "active"
     if not pointer.exists():
         return None
-    return read_target(workspace() / "targets" / pointer.read_text().strip())
+    name = pointer.read_text().strip()
+    if name.startswith("kb/"):
+        raise TargetError(f"the active target is the KernelBench problem {name}: uv run kernelbench/bench_kb.py")
+    return read_target(target_folder(name))

@@ -12,25 +12,24 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autokernel.compare import compare
 from autokernel.gpu import Calibration, GpuSpec, floor_seconds
-from autokernel.judge import Bench, Limits, ask_once, value_fault
+from autokernel.judge import Bench, Limits, ask_once, values_compared
 from autokernel.spec import Case
 from autokernel.worker import Worker
 
 REPETITIONS = (12, 40)  # fewest and most timed repetitions of a size
+SLOW = 4  # times the best variant's time: such a variant of a sweep is not worth many repetitions
 CPU_REPETITIONS = (3, 5)  # the interpreter's times mean nothing; they only let the loop be tried
 TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
 ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against PyTorch's output
 FLOOR_SLACK = 0.90  # a time below this share of the physical floor is impossible
 CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's child: contexts take turns on the GPU, and
 # on an H200 honest kernels were seen at -250 to +220 us
-CPU_CLOCK_SLACK_S = 3e-3
+CPU_CLOCK_SLACK_S, CPU_AFTER_SLACK_S = 3e-3, 200e-6
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
-REPLACED = "kernel.py replaced {} for the whole process"
 OUTSIDE = "that the child's does not: work outside the timed window"
 BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process over without it
 
@@ -97,6 +96,13 @@ class Timing:
     launch_seconds: float = 0.0  # host time of one call among many back to back
     invalid: str = ""
     wait: float = 0.0  # seconds of the wait kernel before each timed call
+    usual: float = 0.0  # the rms error that PyTorch makes in this case
+
+    @classmethod
+    def of(cls, bench: Bench, case: Case, names: Iterable[str]) -> Timing:
+        """Of a size that is still to be timed."""
+        flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
+        return cls(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in names})
 
     def seconds(self, name: str = "candidate") -> float:
         return statistics.median(self.samples[name].device)
@@ -127,109 +133,158 @@ def time_case(
     gpu: GpuSpec | None = None,
     calibration: Calibration | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    varied: Sequence[Case] = (),
 ) -> Timing:
-    """Time one size on loaded workers, "candidate" and "baseline" among them."""
+    """Time one size on loaded workers, "candidate" and "baseline" among them.
+
+    varied: the size with other options and layouts, asked between the timed calls.
+    """
     progress(f"timing: {case.label}")
-    layout = bench.layout(case)
-    flops = bench.spec.flops(case.size, {**bench.spec.scalars, **case.scalars})
-    timing = Timing(case, flops, bench.spec.bytes_moved(case), {name: Sample() for name in workers})
-    repetitions, slow = _warm_up(bench, timing, workers, limits)
+    timing = Timing.of(bench, case, workers)
+    hosts, devices = _warm_up(bench, timing, workers, limits)
     if timing.invalid:
         return timing
+    fewest, most = bench.repetitions or (REPETITIONS if bench.on_gpu else CPU_REPETITIONS)
+    repetitions = max(fewest, min(most, int(TARGET_SECONDS / max(devices["baseline"], 1e-9))))
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
-    plan = [*range(repetitions), *_hard(bench, case, slow)]
+    slow = not bench.on_gpu and hosts["candidate"] > 0.02
+    plan = [*range(repetitions), *_between(bench, case, varied, slow)]
     random.SystemRandom().shuffle(plan)
-    answered, looks = bench.draw(case, layout), random.SystemRandom().sample(range(len(plan)), 2)
-    for turn, step in enumerate(plan):
-        timed = not isinstance(step, Case)
-        asked = case if timed else step
-        private = bench.draw(asked, layout)
-        for name in list(workers)[:: 1 if step % 2 else -1] if timed else ["candidate"]:
-            # the others get what the candidate has answered before: nobody else ever holds an answer it could use
-            content = private if name == "candidate" else answered
-            reply, fault = ask_once(bench, workers[name], case, content, limits, timing.wait)
-            if timed:
-                timing.samples[name].add(reply)
-            if name == "candidate":
-                timing.invalid = fault or _wrong(bench, asked, workers[name], private, not timed or step in oracle)
-                if timing.invalid:
-                    return timing
-        answered = private
-        if turn in looks and (replaced := workers["candidate"].replaced()):
-            timing.invalid = REPLACED.format(", ".join(replaced)[:300])
-            return timing
+    looks = random.SystemRandom().sample(range(len(plan)), 2)
+    _take_turns(bench, timing, workers, limits, plan, oracle, looks)
+    if timing.invalid:
+        return timing
     if bench.on_gpu:
-        timing.launch_seconds = workers["candidate"].launch_seconds(layout, case.scalars, limits.call)
+        timing.invalid = _launched(bench, timing, workers["candidate"], limits)
     else:
         timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
-    timing.invalid = _impossible(bench, timing, gpu, calibration)
+    timing.invalid = timing.invalid or _impossible(bench, timing, gpu, calibration)
     return timing
 
 
-def _hard(bench: Bench, case: Case, slow: bool) -> list[Case]:
-    """The case with contents of the stability stage: asked between the timed calls, not timed.
+def _launched(bench: Bench, timing: Timing, worker: Worker, limits: Limits) -> str:
+    """Take the host time of calls back to back; what is wrong with one of their outputs."""
+    case, layout = timing.case, bench.layout(timing.case)
+    private = bench.draw(case, layout)
+    worker.stage(layout, private)
+    timing.launch_seconds = worker.launch_seconds(layout, case.scalars, limits.call, bench.seed_of(private))
+    fault = _wrong(bench, case, worker, private, timing, True)
+    return f"one of many calls back to back: {fault}" if fault else ""
 
-    So a kernel that handles only easy numbers at the timed sizes is found out: it cannot tell which call is which.
+
+def more_pairs(
+    bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits, repetitions: int, best: float
+) -> None:
+    """Add pairs to a size's samples, taken in the same way and with every output checked: what a sweep's variants get.
+
+    best: seconds of the fastest variant so far; one that takes SLOW times as long gets two pairs. Sets timing.invalid.
     """
-    contents = list(bench.spec.stability.values())
-    if slow:  # Triton's interpreter
-        contents = random.SystemRandom().sample(contents, min(2, len(contents)))
-    return [replace(case, stage="numerical_stability", content=content) for content in contents]
+    _, devices = _warm_up(bench, timing, workers, limits, calls=1)
+    if not timing.invalid:
+        slow = devices["candidate"] > SLOW * best
+        _take_turns(bench, timing, workers, limits, list(range(2 if slow else repetitions)))
 
 
-def _wrong(bench: Bench, case: Case, worker: Worker, private, by_oracle: bool) -> str:
+def _take_turns(bench: Bench, timing: Timing, workers, limits: Limits, plan: list, oracle=(), looks=()) -> None:
+    """The timed calls of a size, all workers in turns, and the candidate's untimed ones (cases) between them.
+
+    oracle: calls that are checked against float64; looks: turns after which processes and replaced
+    functions are looked up.
+    """
+    case = timing.case
+    answered = bench.draw(case, bench.layout(case))
+    for turn, step in enumerate(plan):
+        timed = not isinstance(step, Case)
+        asked = case if timed else step
+        private = bench.draw(asked, bench.layout(asked))
+        for name in list(workers)[:: 1 if step % 2 else -1] if timed else ["candidate"]:
+            # the others get what the candidate has answered before: nobody else ever holds an answer it could use
+            content = private if name == "candidate" else answered
+            reply, fault = ask_once(bench, workers[name], asked, content, limits, timing.wait)
+            if timed:
+                timing.samples[name].add(reply)
+            if name == "candidate":
+                by_oracle = not timed or step in oracle
+                timing.invalid = fault or _wrong(bench, asked, workers[name], private, timing, by_oracle)
+                if timing.invalid:
+                    return
+            workers[name].taken.clear()
+        answered = private if timed else answered
+        if turn in looks and (fault := _companions(workers["candidate"]) or _replaced(workers["candidate"])):
+            timing.invalid = fault
+            return
+
+
+def _between(bench: Bench, case: Case, varied: Sequence[Case], slow: bool) -> list[Case]:
+    """The case with contents of the stability stage, other options and layouts: asked between the timed calls.
+
+    So a kernel that handles only easy numbers or the usual options at the timed sizes is found out: it cannot tell
+    which calls are timed.
+    """
+    contents, dice = list(bench.spec.stability.values()), random.SystemRandom()
+    if slow:  # Triton's interpreter, in which another option may take a thousand times as long
+        contents, varied = dice.sample(contents, min(2, len(contents))), [v for v in varied if not v.scalars]
+        varied = dice.sample(varied, min(1, len(varied)))
+    return [replace(case, stage="numerical_stability", content=content) for content in contents] + list(varied)
+
+
+def _wrong(bench: Bench, case: Case, worker: Worker, private, timing: Timing, by_oracle: bool) -> str:
     """What is wrong with the values of a timed call; "" if nothing."""
     if by_oracle:
-        fault = value_fault(bench, worker, case, private)
+        result = values_compared(bench, worker, case, private)
+        fault = result.reason
+        if case is timing.case:
+            timing.usual = max(timing.usual, result.usual)
     else:
-        layout = bench.layout(case)
-        torch_out = bench.yardstick(case, layout, private)
-        # a cheap check of the whole output: PyTorch's rounding is in the yardstick, so the tolerance is wider
-        fault = compare(
-            worker.output(layout), torch_out.double(), depth=bench.spec.depth(case.size),
-            factor=4 * bench.spec.tolerance, allow_tf32=bench.allow_tf32,
-        ).reason  # fmt: skip
-    return f"output of a timed call: {fault}" if fault else ""
+        fault = bench.roughly(case, bench.layout(case), private, timing.usual, *worker.outputs()).reason
+    return f"{'output of a timed call' if case is timing.case else case.label}: {fault}" if fault else ""
 
 
-def _warm_up(bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits) -> tuple[int, bool]:
-    """Two calls each that the kernels cannot tell from timed ones, and checked like them.
+def _warm_up(
+    bench: Bench, timing: Timing, workers: dict[str, Worker], limits: Limits, calls: int = 2
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Calls that the kernels cannot tell from timed ones, and checked like them.
 
     Sets the seconds that the wait kernel must hide, the same for every child so that their wall times compare. Returns
-    the number of repetitions, and whether calls are so slow that few must do (Triton's interpreter).
+    host and device seconds of the last call by child.
     """
-    case, base, hosts = timing.case, 1.0, {}
-    for _ in range(2):
+    case = timing.case
+    hosts: dict[str, float] = {}
+    devices: dict[str, float] = {}
+    for _ in range(calls):
         private = bench.draw(case, bench.layout(case))
         for name, worker in workers.items():
             reply, fault = ask_once(bench, worker, case, private, limits)
-            hosts[name] = min(reply["host_s"], 2e-3) if bench.on_gpu else reply["host_s"]
+            hosts[name], devices[name] = reply["host_s"], reply["device_s"]
             if name == "candidate":
-                timing.invalid = fault or _wrong(bench, case, worker, private, True)
-            if name == "baseline":
-                base = reply["device_s"]
+                timing.invalid = fault or _wrong(bench, case, worker, private, timing, True)
             if timing.invalid:
-                return 0, False
-    timing.wait = 1.5 * max(hosts.values()) + 30e-6
-    fewest, most = REPETITIONS if bench.on_gpu else CPU_REPETITIONS
-    slow = not bench.on_gpu and hosts["candidate"] > 0.02
-    return max(fewest, min(most, int(TARGET_SECONDS / max(base, 1e-9)))), slow
+                return hosts, devices
+    timing.wait = 1.5 * max(min(s, 2e-3) if bench.on_gpu else s for s in hosts.values()) + 30e-6
+    return hosts, devices
 
 
 def _impossible(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: Calibration | None) -> str:
     """Why a time cannot be true: under the physical floor, or under what the judge's own clock allows."""
+    return below_floor(bench, timing, gpu, calibration) or (
+        _hidden_on_gpu(timing) if bench.on_gpu else _hidden_on_cpu(timing)
+    )
+
+
+def below_floor(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: Calibration | None) -> str:
+    """Why a time is under what the hardware could do; "" if it is not."""
     case, seconds = timing.case, timing.seconds()
     if bench.on_gpu:
         floor = floor_seconds(
-            timing.flops, bench.spec.bytes_read(case), case.dtype, gpu, calibration,
-            write_bytes=bench.spec.output(case).nbytes, allow_tf32=bench.allow_tf32,
+            timing.flops if bench.spec.least_flops else 0.0, bench.spec.bytes_read(case), case.dtype, gpu, calibration,
+            write_bytes=bench.spec.bytes_written(case), allow_tf32=bench.allow_tf32,
         )  # fmt: skip
         floor = FLOOR_SLACK * floor if floor else 0.0
     else:
         floor = CPU_FLOOR_S + timing.bytes / CPU_FLOOR_BANDWIDTH
     if seconds < floor:
         return f"{seconds * 1e6:.3g} us is below the physical floor of {floor * 1e6:.3g} us"
-    return _hidden_on_gpu(timing) if bench.on_gpu else _hidden_on_cpu(timing)
+    return ""
 
 
 def _hidden_on_gpu(timing: Timing) -> str:
@@ -253,10 +308,24 @@ def _hidden_on_gpu(timing: Timing) -> str:
 def _hidden_on_cpu(timing: Timing) -> str:
     """The same by the judge's clock alone: the quietest call against PyTorch's noisiest, as other programs run here."""
     ours, theirs = timing.samples["candidate"], timing.samples["baseline"]
+    late = min(ours.after) - max(theirs.after)
+    if late > CPU_AFTER_SLACK_S + 0.1 * timing.seconds():
+        return f"{late * 1e6:.0f} us of work ran after the call had returned"
     extra = min(ours.overhead) - max(theirs.overhead)
     if extra > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
         return f"the judge's clock sees {extra * 1e3:.1f} ms {OUTSIDE}"
     return ""
+
+
+def _replaced(worker: Worker) -> str:
+    names = ", ".join(worker.replaced())[:300]
+    return f"kernel.py replaced {names} for the whole process" if names else ""
+
+
+def _companions(worker: Worker) -> str:
+    """Processes of the kernel's between two calls, when all of it should wait for the judge."""
+    companions = worker.child.companions()
+    return f"kernel.py left {len(companions)} processes running" if companions else ""
 
 
 # ---- after the last size --------------------------------------------------------------------------------------------
@@ -270,10 +339,8 @@ def foul_play(bench: Bench, timings: list[Timing], workers: dict[str, Worker], l
     candidate = workers["candidate"]
     if moved := [name for name, worker in workers.items() if worker.child.rescheduled()]:
         return f"priority or processors of {', '.join(moved)} were changed"
-    if replaced := candidate.replaced():
-        return REPLACED.format(", ".join(replaced)[:300])
-    if companions := candidate.child.companions():
-        return f"kernel.py left {len(companions)} processes running"
+    if fault := _replaced(candidate) or _companions(candidate):
+        return fault
     busy, wakes = candidate.idle_activity()
     if busy > 0.25 or wakes > 400:
         return f"kernel.py keeps working between calls: {100 * busy:.0f} % of a core, {wakes:.0f} wake-ups a second"

@@ -52,38 +52,60 @@ def settings_of(torch) -> dict:
     return found
 
 
-def watch(torch, settings: dict):
-    """(steps in C that follow every call, a function that reads from their results what the call left behind).
+def settings_of_gpu() -> dict:
+    """Callbacks that PyTorch would call as the device's events are recorded."""
+    from torch.cuda import _gpu_trace
 
-    The steps look up and take away what would run the kernel's code from ours: hooks, handlers, timers, callbacks.
-    Values that could be the kernel's own objects are compared by identity, which runs no code of theirs.
+    lists = tuple(v.callback_list for v in vars(_gpu_trace).values() if hasattr(v, "callback_list"))
+    return {"a callback at events of the GPU": partial(operator.countOf, lists, [])}
+
+
+def watch(torch, settings: dict):
+    """What follows every run of a kernel's code, in C: it looks up and takes away what would run that code from ours.
+
+    Returns (steps after any wait, steps after a run, a function that reads from the latter's results what was left
+    behind). Values that could be the kernel's own objects are compared by identity, which runs no code of theirs.
     """
+    from torch._C._dynamo.eval_frame import set_eval_frame
+
     signals = [n for n in range(1, _signal.NSIG) if n not in (9, 19, 32, 33) and _signal.getsignal(n) is not None]
     handlers, threads = [_signal.getsignal(n) for n in signals], _thread._count()
+    sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    raw, invoke = torch._C.DispatchKeySet.raw_repr, operator.methodcaller("__call__")
     names, getters = list(settings), list(settings.values())
     unset = {"none": "ieee"}  # a precision that was never set, and one that was put back
-    before = [unset.get(value, value) for value in (getter() for getter in getters)]
+    before, keys = [unset.get(value, value) for value in (getter() for getter in getters)], [raw(f()) for f in sets]
     tools, events, listen = monitors()
-    clear = [partial(sys.setprofile, None), partial(sys.settrace, None), gc.callbacks.clear, gc.disable]
-    look = [partial(_signal.setitimer, 0, 0), _thread._count, partial(list, gc.callbacks), sys.getprofile, sys.gettrace]
-    set_handler, look = _signal.signal, [*look, *getters, *clear]
-    changed = changed_in({"torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage})
+    clear = [partial(sys.setprofile, None), partial(sys.settrace, None), partial(set_eval_frame, None)]
+    look = [partial(_signal.setitimer, 0, 0), partial(list, gc.callbacks), sys.getprofile, sys.gettrace, *clear]
+    look += [gc.callbacks.clear, gc.disable, *getters]
+    set_handler, own = _signal.signal, partial(sys.setswitchinterval, 1e5)
+    say = partial(os.write, 2, b"\nRunningThreadError: kernel.py left a thread running\n")
+    end = partial(list, map(invoke, (say, partial(os._exit, 1))))
+    count, known = _thread._count, {threads: list}.get
+    yielded = partial(os.access, "/", 0)  # a function that lets go of the interpreter
+
+    def alone() -> list:
+        """Let threads that wait for the interpreter show themselves; a living one ends the process."""
+        # own: from now on no thread may ask this one to stand aside before it waits of itself
+        return [own, yielded, partial(list, map(invoke, map(known, map(invoke, (count,)), (end,))))]
 
     def after() -> list:
         signalled = partial(list, map(set_handler, signals, handlers))
-        return [signalled, partial(list, map(listen, tools, events, repeat(None))), *look]
+        listening = partial(list, map(listen, tools, events, repeat(None)))
+        return [*alone(), signalled, listening, partial(list, map(raw, map(invoke, sets))), *look]
 
     def left_behind(results: list) -> list[str]:
-        found_handlers, listeners, timer, running, callbacks, *hooks = results[:7]
-        values = [unset.get(value, value) for value in results[7 : 7 + len(names)]]
+        found_handlers, listeners, sets_now, timer, callbacks, *hooks = results[3:10]
+        frames, values = results[12], [unset.get(value, value) for value in results[15:]]
         found = [name for name, value, old in zip(names, values, before, strict=True) if value != old]
         found += ["a signal handler"] * any(a is not b for a, b in zip(found_handlers, handlers, strict=True))
-        found += ["an interval timer"] * (timer != (0.0, 0.0)) + ["a running thread"] * (running != threads)
+        found += ["an interval timer"] * (timer != (0.0, 0.0)) + ["dispatch keys"] * (sets_now != keys)
         found += ["a profile or trace hook"] * any(hook is not None for hook in (*hooks, *listeners))
-        found += ["a callback of the garbage collector"] * bool(len(callbacks))
-        return found + [f"another {name}" for name in changed()]
+        found += ["a hook on the evaluation of frames"] * (frames is not None)
+        return found + ["a callback of the garbage collector"] * bool(len(callbacks))
 
-    return after, left_behind
+    return alone, after, left_behind
 
 
 def changed_in(owners: dict, new_too: bool = True):
@@ -95,6 +117,9 @@ def changed_in(owners: dict, new_too: bool = True):
     def changed() -> list[str]:
         found = []
         for name, space, members in seal:
+            if any(type(key) is not str for key in list(space)):  # whose comparisons are somebody's code
+                found.append(f"{name}: names")
+                continue
             found += [f"{name}.{key}" for key, value in members if space.get(key) is not value]
             if new_too and len(space) > len(members):
                 found += [f"{name}.{key}" for key in space.keys() - dict(members).keys()]

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import math
+import os
 import random
 import re
 import secrets
@@ -35,6 +36,7 @@ from autokernel.spec import TensorSpec
 CONFINED = True  # only the measurement of what the defences cost turns this off
 LONGEST_ANSWER = 1 << 18
 SHIFT = 4096  # bytes by which the inputs lie elsewhere in every second call
+LAUNCHES = 24  # calls back to back, whose host time is taken; the first few do not count
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
 
 
@@ -57,16 +59,21 @@ class Layout:
     inputs: Mapping[str, TensorSpec]
     starts: Mapping[str, int]
     input_bytes: int
-    output: TensorSpec
+    outputs: tuple[TensorSpec, ...]
+    output_starts: tuple[int, ...]  # from where the output region begins
     output_bytes: int
 
     @classmethod
-    def of(cls, inputs: Mapping[str, TensorSpec], output: TensorSpec) -> Layout:
+    def of(cls, inputs: Mapping[str, TensorSpec], *outputs: TensorSpec) -> Layout:
         starts, position = {}, GUARD
         for name, spec in inputs.items():
             starts[name] = position
             position += _aligned(spec.span * spec.dtype.itemsize) + GUARD
-        return cls(inputs, starts, position, output, _aligned(output.span * output.dtype.itemsize) + GUARD)
+        output_starts, end = [], 0
+        for spec in outputs:
+            output_starts.append(end)
+            end += _aligned(spec.span * spec.dtype.itemsize) + GUARD
+        return cls(inputs, starts, position, outputs, tuple(output_starts), end)
 
     @property
     def total(self) -> int:
@@ -79,6 +86,11 @@ class Layout:
 
 def _aligned(count: int) -> int:
     return -(-count // GUARD) * GUARD
+
+
+def noise(region: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Fill bytes, a multiple of eight of them, with random ones."""
+    region.view(torch.int64).random_(-(2**63), None, generator=generator)
 
 
 def view_of(region: torch.Tensor, start: int, spec: TensorSpec) -> torch.Tensor:
@@ -96,6 +108,7 @@ class Worker:
         self.cache.mkdir(parents=True, exist_ok=True)
         self.confinement = ""
         self.shift = self.mask = 0
+        self.factor = 1
 
     @property
     def folder(self) -> Path:
@@ -104,9 +117,11 @@ class Worker:
     def _environment(self) -> dict[str, str]:
         """Where compilers keep what they made: apart for each source, so that no kernel finds another's files."""
         places = {"TRITON_CACHE_DIR": self.cache / "triton", "TORCHINDUCTOR_CACHE_DIR": self.cache / "inductor"}
-        places["AUTOKERNEL_CACHE"] = self.cache
+        places |= {"AUTOKERNEL_CACHE": self.cache, "TORCH_EXTENSIONS_DIR": self.cache / "extensions"}
+        # models that the user has are found where they are: HOME is another, and there is no network
+        places["HF_HOME"] = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
         # torch.compile in a kernel compiles without a pool of processes that would outlive the call
-        fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        fixed = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if self.device.type == "cpu":
             fixed["TRITON_INTERPRET"] = "1"
         return {k: str(v) for k, v in places.items()} | fixed
@@ -126,7 +141,7 @@ class Worker:
             self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
             described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        writable = ["/dev", "/proc/self", str(self.folder), str(self.cache)] if CONFINED and confined else []
+        writable = ["/dev", str(self.folder), str(self.cache)] if CONFINED and confined else []
         answer = self.ask(
             "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
             environment=self._environment(), writable=writable,
@@ -146,34 +161,41 @@ class Worker:
         known addresses, and known shapes at other addresses. The mask goes with the request.
         """
         self.shift, self.mask = SHIFT - self.shift, random.SystemRandom().getrandbits(63)
+        # odd, so the product can be undone: a mask alone would show in the distribution of the words
+        self.factor = random.SystemRandom().getrandbits(63) | 1
         staged = self.arena[: layout.input_bytes].view(torch.int64)
-        torch.bitwise_xor(private.view(torch.int64), self.mask, out=staged)
-        self.arena[2 * layout.input_bytes + SHIFT : layout.total].random_(0, 256)
+        torch.bitwise_xor(private.view(torch.int64), self.mask, out=staged).mul_(self.factor)
+        noise(self.arena[2 * layout.input_bytes + SHIFT : layout.total])
 
     def inputs_untouched(self, layout: Layout, private: torch.Tensor) -> bool:
         start = layout.input_bytes + self.shift
         return torch.equal(self.arena[start : start + layout.input_bytes], private)
 
-    def output(self, layout: Layout) -> torch.Tensor:
-        """The last call's output, copied out of the arena when its answer came."""
+    def outputs(self) -> list[torch.Tensor]:
+        """The last call's outputs, copied out of the arena when its answer came."""
         return self.taken
 
-    def output_settled(self, layout: Layout) -> bool:
+    def outputs_settled(self, layout: Layout) -> bool:
         """Whether the arena still holds what was taken: nothing wrote there after the answer."""
-        return same_bits(self._arena_output(layout), self.taken)
+        return all(map(same_bits, self._arena_outputs(layout), self.taken))
 
-    def _arena_output(self, layout: Layout) -> torch.Tensor:
-        return view_of(self.arena, 2 * layout.input_bytes + SHIFT, layout.output)
+    def _arena_outputs(self, layout: Layout) -> list[torch.Tensor]:
+        base = 2 * layout.input_bytes + SHIFT
+        return [view_of(self.arena, base + at, s) for at, s in zip(layout.output_starts, layout.outputs, strict=True)]
 
-    def call(self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0) -> dict[str, Any]:
+    def call(
+        self, layout: Layout, scalars: Mapping[str, Any], timeout: float, wait_s: float = 0.0, seed: int | None = None
+    ) -> dict[str, Any]:
         """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
 
-        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory.
+        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory. seed: of the
+        random numbers that a model draws in its forward.
         """
+        self.taken = []  # a large one is freed before the next is taken
         self._synchronize()
         started = time.perf_counter()
-        reply = self._ask_about(layout, scalars, timeout, "call", wait_s)
-        self.taken = self._arena_output(layout).clone()
+        reply = self._ask_about(layout, scalars, timeout, "call", wait_s, seed)
+        self.taken = [output.clone() for output in self._arena_outputs(layout)]
         self._synchronize()
         if fault := malformed(reply):
             self.child.kill()
@@ -193,9 +215,13 @@ class Worker:
         """One call between the profiler's start and stop."""
         self._ask_about(layout, scalars, timeout, "count")
 
-    def launch_seconds(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> float:
-        """Host time of one call among many back to back, as the child says."""
-        value = self._ask_about(layout, scalars, timeout, "launch").get("host_s")
+    def launch_seconds(
+        self, layout: Layout, scalars: Mapping[str, Any], timeout: float, seed: int | None = None
+    ) -> float:
+        """Host time of one call among many back to back, as the child says; one of them can be checked."""
+        judged = random.SystemRandom().randrange(1, LAUNCHES)
+        value = self._ask_about(layout, scalars, timeout, "launch", seed=seed, judged=judged).get("host_s")
+        self.taken = [output.clone() for output in self._arena_outputs(layout)]
         return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else math.nan
 
     def replaced(self) -> list[str]:
@@ -209,8 +235,12 @@ class Worker:
         values = {name: found.get(name) for name in ("registers", "spill_bytes", "smem_bytes")}
         return {name: value if type(value) is int else None for name, value in values.items()}
 
-    def _ask_about(self, layout: Layout, scalars, timeout: float, do: str, wait_s: float = 0.0) -> dict[str, Any]:
-        work = layout.input_bytes + self.shift
+    def _ask_about(
+        self, layout: Layout, scalars: Mapping[str, Any], timeout: float, do: str, wait_s: float = 0.0,
+        seed: int | None = None, **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        work, base = layout.input_bytes + self.shift, 2 * layout.input_bytes + SHIFT
+        outputs = zip(layout.output_starts, layout.outputs, strict=True)
         described = {
             name: {**_described(spec), "work": work + layout.starts[name], "offset": spec.offset}
             for name, spec in layout.inputs.items()
@@ -219,14 +249,18 @@ class Worker:
             do,
             timeout,
             inputs=described,
-            output={**_described(layout.output), "start": 2 * layout.input_bytes + SHIFT},
+            outputs=[{**_described(spec), "start": base + at} for at, spec in outputs],
+            seed=seed,
             stage=0,
             work=work,
             mask=self.mask,
+            inverse=signed(pow(self.factor, -1, 1 << 64)),
             bytes=layout.input_bytes,
             scalars=dict(scalars),
             wait_cycles=int(wait_s * 2e9),  # about 2 GHz: longer on a slower clock, which does no harm
             poison=random.SystemRandom().randrange(1, 0x70),  # a byte; four or two of them are a small number
+            launches=LAUNCHES,
+            **more,
         )
 
     def _synchronize(self) -> None:
@@ -302,10 +336,9 @@ class Worker:
 
     def _tail(self) -> str:
         """The end of what the child printed."""
-        with contextlib.suppress(OSError), open(self.child.log, "rb") as log:
-            log.seek(max(0, self.child.log.stat().st_size - 2000))
-            return log.read(2000).decode(errors="replace").strip()
-        return ""
+        log = self.child.said
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+        return log.read(2000).decode(errors="replace").strip()
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
@@ -335,7 +368,7 @@ class Worker:
 
     def close(self) -> None:
         self.child.close()
-        self.arena = self.taken = None
+        self.arena, self.taken = None, []
 
 
 def _reported(error: Any) -> WorkerFailure:
@@ -380,16 +413,22 @@ def malformed(reply: Mapping[str, Any]) -> str:
         value = reply.get(name)
         if type(value) not in (int, float) or not 0 <= value < 1e6 or (name == "device_s" and value == 0):
             return f"{name} = {str(value)[:40]}"
-    out = reply.get("out")
     kinds = {"type": str, "dtype": str, "layout": str, "device": str, "shape": list, "attributes": list}
     kinds |= {"aliases_input": bool, "aliases_previous": bool, "requires_grad": bool}
-    if not isinstance(out, dict) or not isinstance(out.get("type"), str):
+    outs = reply.get("outs")
+    if not isinstance(outs, list) or not all(isinstance(o, dict) and isinstance(o.get("type"), str) for o in outs):
         return "no description of the output"
-    if out["type"] == "torch.Tensor" and (bad := [k for k, kind in kinds.items() if type(out.get(k)) is not kind]):
-        return f"output {bad[0]}"
+    for out in (o for o in outs if o["type"] == "torch.Tensor"):
+        if bad := [k for k, kind in kinds.items() if type(out.get(k)) is not kind]:
+            return f"output {bad[0]}"
     if type(reply.get("late")) is not bool or type(reply.get("peak_bytes")) is not int:
         return "no facts about the call"
     return "" if isinstance(reply.get("left"), list) else "no list of leftovers"
+
+
+def signed(word: int) -> int:
+    """64 bits as the integer that int64 takes them for."""
+    return word - (word >> 63 << 64)
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:

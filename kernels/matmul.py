@@ -26,6 +26,16 @@ CONFIG = {
     "SKINNY_BLOCK_K": 256,
     "SKINNY_WARPS": 4,
 }
+SWEEP = {  # what `bench.py --sweep auto` tries
+    "BLOCK_M": [64, 128, 256],
+    "BLOCK_N": [128, 256],
+    "BLOCK_K": [32, 64, 128],
+    "GROUP_M": [4, 8, 16],
+    "num_warps": [4, 8],
+    "num_stages": [3, 4, 5],
+    "PERSISTENT": [True, False],
+    "STORE_HALVES": [True, False],
+}
 
 
 @triton.jit

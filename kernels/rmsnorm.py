@@ -24,6 +24,14 @@ CONFIG = {
     "STORE_POLICY": "",
     "MAX_BLOCK": 16384,          # widest row kept in registers
 }
+SWEEP = {                        # what `bench.py --sweep auto` tries
+    "TILE": [2048, 4096, 8192, 16384],
+    "ELEMENTS_PER_THREAD": [8, 16, 32, 64],
+    "PROGRAMS": [256, 512, 1024],
+    "HOIST": [True, False],
+    "LOAD_POLICY": ["", "evict_first"],
+    "STORE_POLICY": ["", "evict_first"],
+}
 
 
 @triton.jit

@@ -21,6 +21,30 @@ def load(name: str):
     return module
 
 
+PTX = {"mbarrier.init": "mbarrier_init", "expect_tx": "expect", "try_wait": "try_wait", "st.async": "st_async"}
+
+
+def emulated_ptx(source: str) -> str:
+    """`asm volatile("... st.async ...", operands)` as a call of emu::st_async; a fence as nothing."""
+
+    def operands(text: str) -> list[str]:
+        found = []
+        for start in [m.end() for m in re.finditer(r'"=?[a-z]"\(', text)]:
+            depth = 1
+            for end in range(start, len(text)):
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                if depth == 0:
+                    break
+            found.append(text[start:end])
+        return found
+
+    def call(match: re.Match) -> str:
+        name = next((PTX[key] for key in PTX if key in match["text"]), None)
+        return f"emu::{name}({', '.join(operands(match['operands']))});" if name else ";"
+
+    return re.sub(r'asm volatile\((?P<text>(?:\s*"[^"]*")+)(?P<operands>.*?)\);\n', call, source, flags=re.S)
+
+
 def emulate(starter, folder: Path, **config):
     """Make the starter run on CPU tensors, through an emulation of its kernels compiled by g++ into `folder`.
 
@@ -29,7 +53,7 @@ def emulate(starter, folder: Path, **config):
     source = re.sub(
         r'asm\("ex2\.approx\.ftz\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((.*)\)\);', r"\1 = exp2f(\2);", starter.CUDA_SRC
     )
-    source = source.replace("__CUDA_ARCH__", "900")
+    source = emulated_ptx(source.replace("__CUDA_ARCH__", "900"))
     dynamic = r"static thread_local \1 \2[(227 << 10) / sizeof(\1)];"  # as much as a Hopper block can have
     source = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", dynamic, source)
     launchers = cuda.parse_launchers(source, defines)

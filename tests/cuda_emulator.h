@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -131,6 +132,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(P...), A... 
 #define cudaLaunchKernelEx emu::launch
 #define cudaFuncSetAttribute(...) cudaSuccess
 #define cudaDeviceGetAttribute(value, ...) (*(value) = 227 << 10)
+#define cudaOccupancyMaxActiveClusters(count, ...) (*(count) = 2, cudaSuccess)
 
 inline void __syncthreads() { emu::pass(emu::block.gate, int(emu::block.fibers.size())); }
 inline void __syncwarp(unsigned = ~0u) { emu::sync_warp(); }
@@ -169,6 +171,31 @@ inline void __pipeline_wait_prior(size_t prior) {
     for (; groups.size() > prior + 1; groups.erase(groups.begin()))
         for (const emu::Copy& c : groups.front()) memcpy(c.to, c.from, c.size);
 }
+// An address in shared memory counts from the block's anchor.
+inline uint32_t __cvta_generic_to_shared(const void* p) { return static_cast<const char*>(p) - &emu::anchor; }
+namespace emu {
+struct Mbarrier { int32_t bytes; int16_t arrivals, phase; };    // still to come; at 0 and 0 the next phase begins
+inline std::mutex mbarriers;
+inline char* shared(uint32_t address, unsigned rank) { return block.cluster->anchors[rank] + int32_t(address); }
+inline Mbarrier* mbarrier(uint32_t address, unsigned rank) { return reinterpret_cast<Mbarrier*>(shared(address, rank)); }
+inline void count(Mbarrier* b, int bytes, int arrivals) {
+    const std::lock_guard lock(mbarriers);
+    b->bytes += bytes, b->arrivals += arrivals;
+    if (b->bytes == 0 && b->arrivals == 0) b->arrivals = 1, b->phase++;
+}
+inline void mbarrier_init(uint32_t address) { *mbarrier(address, block.rank) = {0, 1, 0}; }
+inline void expect(uint32_t address, int bytes) { count(mbarrier(address, block.rank), bytes, -1); }
+inline void try_wait(uint32_t& done, uint32_t address, int parity) {
+    yield();
+    const std::lock_guard lock(mbarriers);
+    done = mbarrier(address, block.rank)->phase % 2 != parity;
+}
+inline void st_async(uint32_t to, uint32_t bar, unsigned rank, float x, float y) {
+    const float values[2] = {x, y};
+    memcpy(shared(to, rank), values, 8);
+    count(mbarrier(bar, rank), -8, 0);
+}
+}  // namespace emu
 template <typename V> V __ldg(const V* p) { return *p; }
 template <typename V> V __ldcs(const V* p) { return *p; }
 template <typename V> void __stwb(V* p, const V& v) { *p = v; }

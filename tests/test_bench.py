@@ -81,7 +81,7 @@ FAULTS = {
     "hangs in a native call": ("import time; time.sleep(3600)", "TIMEOUT", "no answer within 5 s"),
     "dies by a signal": ("import ctypes; ctypes.string_at(0)", "CRASH", "SIGSEGV"),
     "asks for all memory": ("import torch; torch.empty(1 << 60, dtype=torch.uint8)", "CRASH", "memory"),
-    "returns nothing": ("return None", "FAIL", "returned builtins.NoneType"),
+    "returns nothing": ("return None", "FAIL", "returned an object of type NoneType"),
     "wrong dtype": ("return x.sum(dim).double()", "FAIL", "output dtype float64, expected float16"),
     "wrong shape": ("return x.sum(dim, keepdim=True)", "FAIL", "output shape"),
     "returns an input": ("return x[..., 0]", "FAIL", "shares memory with an input"),

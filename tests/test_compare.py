@@ -41,6 +41,7 @@ def test_one_rounding_passes_and_four_do_not(dtype):
     ([1.0, INF], [1.0, 65504.0], True),  # at the brink either side is honest
     ([1.0, INF], [1.0, 60000.0], False),
     ([1.0, -INF], [1.0, 65504.0], False),
+    ([1.0, 65504.0], [1.0, 1e6], False),  # an overflow is not to be hidden
 ])  # fmt: skip
 def test_non_finite_values(out, ref, ok):
     assert verdict(out, ref).ok is ok
@@ -74,6 +75,16 @@ def test_lower_precision_than_pytorch_is_found_though_every_element_is_near():
     assert compare(rounded, ref, rounded).ok
     found = compare(twice_worse, ref, rounded, factor=8)
     assert not found.ok and "lower precision" in found.reason
+
+
+def test_lower_precision_shows_beside_pytorch_alone_too():
+    ref = torch.randn(100_000, dtype=torch.float64)
+    theirs = ref.half()
+    usual = compare(theirs, ref, theirs).usual
+    nearly = (ref * (1 + torch.randn(ref.shape) * 2.0**-13)).half()  # another order of rounding
+    coarse = (ref * (1 + torch.randn(ref.shape) * 2.0**-10)).half()
+    assert compare(nearly, theirs.double(), factor=8, usual=usual).ok
+    assert not compare(coarse, theirs.double(), factor=8, usual=usual).ok
 
 
 def test_an_inaccurate_pytorch_does_not_fail_a_better_kernel():

@@ -389,8 +389,9 @@ def test_nothing_is_left_of_a_failed_export(tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_best_record_and_kept_kernels(tmp_path, monkeypatch):
+def test_best_record_and_kept_kernels(tmp_path, monkeypatch, capsys):
     """The record on a GPU counts more than one without; --target and --all read the ledger."""
+    import export_hf
     from autokernel.records import Ledger, Row
 
     path = ROOT / "kernels/softmax.py"
@@ -399,16 +400,15 @@ def test_best_record_and_kept_kernels(tmp_path, monkeypatch):
     paths.atomic_write(paths.workspace() / "experiments/3/record.json", json.dumps(worse).encode())
     assert verdict(read_source(path)) == (record, "")
     ledger = Ledger()
-    with pytest.raises(ExportError, match="no target has a kept kernel"):
-        exporter.kept_targets()
+    assert exporter.kept() == {}
     rows = [("1_softmax", "baseline", b"1"), ("1_softmax", "keep", b"2"), ("1_softmax", "revert", b"3"),
             ("10_matmul", "keep", b"4"), ("2_reduce", "revert", b"5")]  # fmt: skip
     for target, decision, source in rows:
         ledger.append(Row(None, kernel_type="x", target=target, decision=decision, correctness="PASS"), source)
-    assert exporter.kept_targets() == ["1_softmax", "10_matmul"]
-    assert exporter.kept_kernel("1_softmax").read_bytes() == b"2"
-    with pytest.raises(ExportError, match="targets with one: 10_matmul, 1_softmax"):
-        exporter.kept_kernel("2_reduce")
+    best = {target: path.read_bytes() for target, path in exporter.kept().items()}
+    assert best == {"1_softmax": b"2", "10_matmul": b"4"}
+    monkeypatch.setattr(sys, "argv", ["export_hf.py", "--name", "x-y", "--target", "2_reduce"])
+    assert export_hf.main() == 2 and "targets with one: 1_softmax, 10_matmul" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status, words", [(401, "hf auth login"), (403, "approval"), (404, "check --repo-id"),

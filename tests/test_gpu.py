@@ -197,7 +197,7 @@ def test_peak_follows_dtype_and_tf32():
     assert peak_tflops(H200, torch.float32) == 66.9 and peak_tflops(H200, torch.float32, allow_tf32=True) == 494.7
     assert peak_tflops(H200, torch.int8) is None and peak_tflops(H200, torch.float8_e4m3fn) is None
     assert peak_tflops(None, torch.float16) is None
-    assert gpu.ridge_point(H200, "fp16") == pytest.approx(989.4e12 / 4800e9)
+    assert roofline(1, 1, 1, "fp16", H200).ridge_point == pytest.approx(989.4e12 / 4800e9)
 
 
 def test_roofline_of_a_matmul_and_of_a_norm():
@@ -208,17 +208,18 @@ def test_roofline_of_a_matmul_and_of_a_norm():
     assert gemm.pct_measured_compute is None
     norm = roofline(4 * n * n, 4 * n * n, 16e-6, torch.float16, H200, Calibration("k", "t", 4230.0, read_gb_s=4400.0))
     assert norm.bottleneck == "memory" and norm.arithmetic_intensity == 1
-    assert norm.pct_peak == pytest.approx(87.4, rel=1e-2) and norm.pct_peak_measured == pytest.approx(95.3, rel=1e-2)
+    assert norm.pct_peak == pytest.approx(87.4, rel=1e-2)
+    assert norm.pct_measured_bandwidth == pytest.approx(95.3, rel=1e-2)
 
 
 def test_unknown_gpu_gives_rates_but_no_percentages():
     run = roofline(1e12, 1e9, 1e-3, "float16")
     assert (run.throughput_tflops, run.bandwidth_gb_s, run.arithmetic_intensity) == (1000, 1000, 1000)
     assert [getattr(run, f.name) for f in dataclasses.fields(run)][3:] == [None] * 6
-    assert run.pct_peak is None and run.pct_peak_measured is None
+    assert run.pct_peak is None
     measured = Calibration("k", "t", 2000.0, tflops={"fp16": 500.0})
     known = roofline(1e12, 1e9, 4e-3, "float16", None, measured)
-    assert known.bottleneck == "compute" and known.pct_peak is None and known.pct_peak_measured == 50
+    assert known.bottleneck == "compute" and known.pct_peak is None and known.pct_measured_compute == 50
 
 
 def test_fp32_through_tensor_cores_never_passes_100_percent():
@@ -247,7 +248,6 @@ def test_writes_count_beyond_the_l2_only():
     base = floor_seconds(0, read, "fp16", H200)
     assert floor_seconds(0, read, "fp16", H200, write_bytes=l2) == base
     assert floor_seconds(0, read, "fp16", H200, write_bytes=l2 + 4.8e9) == pytest.approx(base + 1e-3)
-    assert floor_seconds(0, read, "fp16", H200, write_bytes=l2 + 4.8e9, l2_mb=1e6) == base
     unknown = dataclasses.replace(H200, l2_mb=None)
     assert floor_seconds(0, read, "fp16", unknown, write_bytes=1e12) == base
 
@@ -280,7 +280,7 @@ def test_no_time_measured_on_an_h200_is_below_the_floor(us, work):
 
 # --- the device and its calibration ---------------------------------------------------------------------------------
 
-DEVICE = Device("NVIDIA H200", 0, "9.0", 132, 143771 * MIB, 60, "GPU-1", "580.1", "CUDA 13.0", "2.11.0", H200)
+DEVICE = Device("NVIDIA H200", 0, "9.0", 60, "GPU-1", "580.1", "2.11.0", H200)
 
 
 def test_machine_without_a_gpu(monkeypatch):
@@ -302,12 +302,12 @@ def test_detect_reads_what_torch_reports(monkeypatch, hip, properties, expected)
     monkeypatch.setattr(torch.version, "hip", hip)
     device = gpu.detect.__wrapped__()
     assert (device.arch, device.spec and device.spec.name, device.l2_mb) == expected
-    assert device.toolkit.startswith("ROCm 7.1" if hip else "CUDA") and device.driver
+    assert device.driver
 
 
 def test_calibration_is_kept_per_device_driver_and_torch():
     assert gpu.load_calibration(DEVICE) is None
-    kept = Calibration(DEVICE.key, "2026-11-30", 4300.0, 4250.0, 4500.0, 4400.0, {"fp16": 8.0}, {"fp16": 7.0})
+    kept = Calibration(DEVICE.key, "2026-11-30", 4300.0, 4500.0, {"fp16": 8.0})
     path = gpu.save_calibration(kept)
     assert path.parent == paths.cache_dir() / "calibration" and gpu.load_calibration(DEVICE) == kept
     assert kept.bandwidth_gb_s == 4500
@@ -323,12 +323,8 @@ def test_broken_calibration_counts_as_none(content):
     assert gpu.load_calibration(DEVICE) is None
 
 
-def test_rates_take_the_best_run_and_its_own_median():
-    assert measuring._rates(12, [[4, 3, 6], [5, 2, 4]]) == (6, 3)
-
-
 def test_calibration_arithmetic(monkeypatch):
-    """Times are faked: 1 ms for the first way, 2 ms for the second, ... ; work and units must come out right."""
+    """Times are faked: 1, 2 and 3 ms; work and units must come out right."""
     runs = []
 
     def times(run, flush, repeats):
@@ -338,13 +334,12 @@ def test_calibration_arithmetic(monkeypatch):
     flush, free = torch.empty(0), 8 * 4 * 10**6
     moved = measuring._bandwidths(free, flush, 3)
     n = 10**6 // 32768 * 32768
-    assert moved == pytest.approx({"copy_gb_s": 8e-6 * n, "copy_median_gb_s": 4e-6 * n, "read_gb_s": 4e-6 * n,
-                                   "read_median_gb_s": 2e-6 * n})
+    assert moved == pytest.approx({"copy_gb_s": 8e-6 * n, "read_gb_s": 4e-6 * n})
     assert len(runs) == 4
     before = torch.backends.cuda.matmul.fp32_precision
     rates = measuring._matmul_rates("9.0", free, flush, 3)
     assert list(rates) == ["fp16", "bf16", "tf32", "fp32"]
-    assert rates["fp16"] == pytest.approx((2 * 4096**3 / 1e-3 / 1e12, 4096**3 / 1e-3 / 1e12))
+    assert rates["fp16"] == pytest.approx(2 * 4096**3 / 1e-3 / 1e12)
     assert list(measuring._matmul_rates("7.5", free, flush, 3)) == ["fp16", "fp32"]
     assert list(measuring._matmul_rates("gfx942", free, flush, 3)) == ["fp16", "bf16", "fp32"]
     assert torch.backends.cuda.matmul.fp32_precision == before
@@ -371,7 +366,7 @@ def test_calibrate_a_real_gpu():
     device = gpu.detect()
     measured = measuring.calibrate(device)
     assert gpu.load_calibration(device) == measured
-    assert measured.copy_median_gb_s <= measured.copy_gb_s and measured.bandwidth_gb_s > 0
+    assert measured.bandwidth_gb_s >= measured.copy_gb_s > 0
     if device.spec:
         assert 50 < 100 * measured.bandwidth_gb_s / device.spec.bandwidth_gb_s <= 102
         for name, rate in measured.tflops.items():

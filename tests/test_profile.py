@@ -71,6 +71,7 @@ def gpu_trace():
             event("cuda_driver", "cuLaunchKernelEx", start + 5, 5, correlation=first),  # by another clock
             event("cuda_runtime", "cudaLaunchKernel", start + 40, 5, correlation=first + 1),
             event("cuda_runtime", "cudaStreamIsCapturing", start + 50, 1),
+            event("cuda_runtime", "cudaEventRecord", start + 105, 30),  # by that clock it ends in the next range
             event("kernel", "gemm", start + 300, 60.5, tid=90, correlation=first, **{"External id": first + 1}),
             event("kernel", "splitKreduce", start + 370, 9.5, tid=90, correlation=first + 1),
             event("user_annotation", f"{RANGE}0.2", start + 120, 20),

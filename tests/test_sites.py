@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from autokernel import graph as graph_module
 from autokernel import ops, sites
 from autokernel.graph import Capture, View, default_eps, flops, name
 from models.bert_base import BertModel
@@ -47,10 +48,11 @@ def counts(found):
 
 
 def replaced(captured, found):
-    """The model's output with every site computed by the operator's reference."""
+    """Have every site computed by the operator's reference; returns the kernels, which count their calls."""
+    kernels = {s: counted(s) for s in found.sites}
     for graph in captured.graphs:
-        here = [s for s in found.sites if s.graph is graph]
-        graph.run = sites.replace(graph, {s: counted(s) for s in here})
+        graph.run = sites.replace(graph, {s: k for s, k in kernels.items() if s.graph is graph})
+    return kernels.values()
 
 
 def counted(site):
@@ -387,8 +389,9 @@ def test_shipped_model(model, expected):
     assert {n for s in found.sites for n in s.nodes if flops(n)} == set(nodes)
     with torch.no_grad():
         before = model(ids)
-        replaced(captured, found)
+        kernels = replaced(captured, found)
         after = captured(ids)
+    assert [k.calls for k in kernels] == [1] * len(kernels)  # also where a site's argument is another's output
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
 
 
@@ -408,3 +411,13 @@ def test_shapes_strides_and_places_of_llama():
 
 def test_every_operator_has_sites():
     assert all(ops.get(op).sites and ops.get(op).scaled for op in ops.names())
+
+
+def test_a_graph_that_cannot_be_lowered_has_no_known_flops(monkeypatch):
+    def fail(source, inputs):
+        raise NotImplementedError("no such operator")
+
+    monkeypatch.setattr(graph_module, "lower", fail)
+    captured, found = capture(nn.Linear(DIM, 7), torch.randn(X))
+    assert captured.graphs[0].problem == "NotImplementedError: no such operator" and not found.sites
+    assert sum(flops(n) for n in captured.graphs[0].module.graph.nodes) == 0

@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import torch.fx as fx
 
 from autokernel.graph import CASTS, View, name, number, only_user, operand, pairs, shape, strip
-from autokernel.spec import OpSpec, SpecError
+from autokernel.spec import OpSpec, Size, SpecError
 
 
 def names() -> list[str]:
@@ -22,54 +27,63 @@ def get(name: str) -> OpSpec:
     return importlib.import_module(f"{__name__}.{name}").SPEC
 
 
-# ---- what the two norms share -----------------------------------------------------------------------------------
+# ---- what several operators share: sizes and contents -----------------------------------------------------------
 
-NORM_CONTENTS = {
-    name: {"x": kind}
-    for name, kind in {
-        "large": "large",
-        "near_max": "near_max",
-        "offset": "offset",
-        "mixed_scale": "wide",
-        "spike": "spike",
-        "swamp": "swamp",
-        "constant": "constant_rows",
-        "tiny": "tiny",
-        "zeros": "zeros",
-    }.items()
+# (rows, width) that no block size divides, and real vocabularies; the second is for Triton's interpreter
+ROW_EDGES = {
+    "one": ((1, 1), (1, 1)),
+    "narrow": ((1023, 3), (33, 3)),
+    "off_grid": ((7, 1023), (5, 1023)),
+    "4097": ((5, 4097), (1, 4097)),
+    "50257": ((3, 50257), (1, 50257)),
+    "151936": ((2, 151936), (1, 151936)),
 }
 
 
-def elements(size) -> int:
-    """Elements of a (*rows, dim) tensor."""
-    return math.prod(size["rows"]) * size["dim"]
+def row_edges(
+    size: Callable[[int, int], Size], on_gpu: bool, names: str = " ".join(ROW_EDGES), **more: Size
+) -> dict[str, Size]:
+    """Odd sizes of an operator that works along rows, and more of its own; size: (rows, width) -> its size."""
+    return {name: size(*ROW_EDGES[name][0 if on_gpu else 1]) for name in names.split()} | more
 
 
-def norm_hidden(rng, on_gpu):
-    return {"rows": (rng.randint(1, 700 if on_gpu else 9),), "dim": rng.randint(2, 9000 if on_gpu else 700)}
+def row_hidden(size: Callable[[int, int], Size]) -> Callable[[Random, bool], Size]:
+    return lambda rng, on_gpu: size(rng.randint(1, 600 if on_gpu else 9), rng.randint(2, 9000 if on_gpu else 700))
 
 
-def norm_edges(on_gpu):
-    wide = 1 if not on_gpu else 3
-    return {
-        "one": {"rows": (1,), "dim": 1},
-        "narrow": {"rows": (1023 if on_gpu else 33,), "dim": 3},
-        "off_grid": {"rows": (5,), "dim": 1023},
-        "4097": {"rows": (wide,), "dim": 4097},
-        "50257": {"rows": (wide,), "dim": 50257},
-        "three_axes": {"rows": (2, 3, 5), "dim": 77},
-    }
+def by_shape(*shape: int) -> Size:
+    return {"shape": shape}
 
 
-def scaled_by_norm(node):
+def rows_dim(rows: int | tuple[int, ...], dim: int) -> Size:
+    return {"rows": rows if isinstance(rows, tuple) else (rows,), "dim": dim}
+
+
+def contents(argument: str, kinds: str) -> dict[str, dict[str, str]]:
+    """Stability cases that draw one argument in each of these kinds of content, and the others as usual."""
+    return {kind: {argument: kind} for kind in kinds.split()}
+
+
+def norm_edges(on_gpu: bool) -> dict[str, Size]:
+    return row_edges(rows_dim, on_gpu, "one narrow off_grid 4097 50257", three_axes=rows_dim((2, 3, 5), 77))
+
+
+NORM_CONTENTS = contents("x", "large near_max offset wide spike needle swamp constant_rows tiny zeros")
+
+
+# ---- ... and matchers -------------------------------------------------------------------------------------------
+
+
+def scaled_by_norm(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, float]]:
     """Where `node` is 1/sqrt(variance + eps) in any spelling: yields (scaled tensor, the product, eps)."""
     if name(node) == "pow" and operand(node, "exponent") != -0.5:
         return
-    inner, eps = strip(node.args[0]), 0.0
+    inner, eps = strip(operand(node, 0)), 0.0
     if name(inner) == "add":
-        eps = next((number(b) for _, b in pairs(inner) if number(b) is not None), None)
-        if eps is None:
+        found = [c for _, b in pairs(inner) if (c := number(b)) is not None]
+        if not found:
             return
+        eps = found[0]
     for user in _users(node):
         if name(user) == "reciprocal":
             yield from ((x, product, eps) for other in _users(user) for x, product in _scaled(other, user, "mul"))
@@ -77,7 +91,7 @@ def scaled_by_norm(node):
             yield from ((x, out, eps) for x, out in _scaled(user, node, "div" if name(node) == "sqrt" else "mul"))
 
 
-def _users(node):
+def _users(node: fx.Node) -> Iterator[fx.Node]:
     """Users of a node, casts skipped."""
     for user in node.users:
         if name(user) in CASTS:
@@ -86,18 +100,20 @@ def _users(node):
             yield user
 
 
-def _scaled(user, factor, kind):
+def _scaled(user: fx.Node, factor: fx.Node, kind: str) -> Iterator[tuple[fx.Node, fx.Node]]:
     if name(user) == kind:
-        orders = [user.args[:2]] if kind == "div" else pairs(user)
+        orders = [(operand(user, 0), operand(user, 1))] if kind == "div" else pairs(user)
         yield from ((a, user) for a, b in orders if strip(b) is factor)
 
 
-def affine_outputs(node):
+def affine_outputs(node: fx.Node) -> Iterator[tuple[fx.Node, View | None, View | None]]:
     """A normalised tensor and what follows it, the longest first: (output, weight, bias), a View or None each."""
-    dim, weight, bias = shape(node)[-1:], None, None
+    dim = shape(node)[-1:]
+    weight: View | None = None
+    bias: View | None = None
     found = [(node, weight, bias)]
     while (user := only_user(node)) is not None:
-        other = next((b for a, b in pairs(user) if a is node), None) if name(user) in ("mul", "add") else None
+        other: Any = next((b for a, b in pairs(user) if a is node), None) if name(user) in ("mul", "add") else None
         vector = other is not None and number(other) is None and shape(other)[-1:] == dim
         if vector and math.prod(shape(other)) != dim[0]:
             break
@@ -112,11 +128,11 @@ def affine_outputs(node):
     return reversed(found)
 
 
-def _flat(vector):
+def _flat(vector: fx.Node) -> View:
     return View(vector) if len(shape(vector)) == 1 else View(vector).then("view", list(shape(vector)[-1:]))
 
 
-def last(dim, node):
+def last(dim: int, node: fx.Node) -> int:
     """A dimension of a node's tensor, -1 for the last one."""
     rank = len(shape(node))
     return -1 if dim in (-1, rank - 1) else dim % rank

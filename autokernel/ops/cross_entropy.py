@@ -4,12 +4,12 @@ import torch.nn.functional as F
 
 import reference
 from autokernel.graph import Match, View, name, operand, strip, value
+from autokernel.ops import contents, row_edges, row_hidden
 from autokernel.spec import OpSpec, arg
 
 
 def _sizes(rows, vocab):
     return {"rows": rows, "vocab": vocab}
-
 
 
 def _loss(node):
@@ -29,7 +29,6 @@ def _loss(node):
         yield Match(node, {"logits": View(x), "targets": View(targets)}, {}, out)
 
 
-
 SPEC = OpSpec(
     name="cross_entropy",
     args={
@@ -47,42 +46,25 @@ SPEC = OpSpec(
         "few_rows": _sizes(8, 151936),
         "classes": _sizes(65536, 10),
     },
-    edges={
-        "one": _sizes(1, 1),
-        "narrow": _sizes(1023, 3),
-        "off_grid": _sizes(7, 1023),
-        "4097": _sizes(5, 4097),
-        "50257": _sizes(3, 50257),
-        "151936": _sizes(2, 151936),
-    },
+    edges=row_edges(_sizes, True),
     cpu_shapes={
         "small": _sizes(8, 128),
         "medium": _sizes(16, 1000),
         "large": _sizes(16, 2048),
         "vocab_50257": _sizes(2, 50257),
     },
-    cpu_edges={
-        "one": _sizes(1, 1),
-        "narrow": _sizes(33, 3),
-        "off_grid": _sizes(5, 1023),
-        "151936": _sizes(1, 151936),
-    },
+    cpu_edges=row_edges(_sizes, False, "one narrow off_grid 151936"),
     flops=lambda s, _: 4 * s["rows"] * s["vocab"],  # maximum, subtract, exp, sum
     out=(),
     out_dtype="float32",
     tolerance=0.4,  # a mean of logarithms: float32 gives 1e-7, one missing block of a row already 1e-5
-    hidden=lambda rng, on_gpu: _sizes(rng.randint(1, 300 if on_gpu else 9), rng.randint(2, 9000 if on_gpu else 700)),
+    hidden=row_hidden(_sizes),
     depth=lambda s: 1,  # a logarithm forgets the rounding of a long sum
     yardstick=lambda logits, targets: F.cross_entropy(logits.float(), targets),
     stability={
-        "large": {"logits": "large"},
-        "near_max": {"logits": "near_max"},
-        "offset": {"logits": "offset"},
-        "constant": {"logits": "constant_rows"},
-        "spike": {"logits": "spike"},
-        "swamp": {"logits": "swamp_exp"},
-        "flat": {"logits": "tiny"},
-        "ignored": {"logits": "normal", "targets": "some_ignored"},
+        **contents("logits", "large near_max offset constant_rows spike swamp_exp tiny"),
+        **contents("targets", "some_ignored"),
+        "needle": {"logits": "needle", "targets": "one_ignored"},
     },
     sites={"cross_entropy_loss": _loss, "nll_loss_nd": _loss, "nll_loss": _loss},
     scaled=("rows",),

@@ -4,18 +4,8 @@ import torch
 import torch.nn.functional as F
 
 import reference
-from autokernel.graph import (
-    CASTS,
-    RESHAPES,
-    Match,
-    View,
-    name,
-    number,
-    only_user,
-    operand,
-    shape,
-    strip,
-)
+from autokernel.graph import CASTS, RESHAPES, Match, View, name, number, only_user, operand, shape, strip
+from autokernel.ops import contents
 from autokernel.spec import OpSpec, arg
 
 
@@ -74,8 +64,6 @@ def _flops(s, scalars):
 
 
 _KV = ("batch", "kv_heads", "kv_len", "head_dim")
-
-
 _REPEAT = CASTS | RESHAPES | frozenset("expand unsqueeze repeat_interleave slice".split())
 _PRODUCTS = ("matmul", "bmm")
 
@@ -214,13 +202,9 @@ SPEC = OpSpec(
     hidden=_hidden,
     depth=lambda s: s["kv_len"] + s["head_dim"],
     stability={
-        "large_scores": {"Q": "x8", "K": "normal", "V": "normal"},
-        "mixed_scale": {"Q": "normal", "K": "normal", "V": "wide"},
-        "offset_values": {"Q": "normal", "K": "normal", "V": "offset"},
-        "flat": {"Q": "tiny", "K": "normal", "V": "normal"},
-        "sharp": {"Q": "spike", "K": "normal", "V": "normal"},
-        "same_keys": {"Q": "normal", "K": "repeat_rows", "V": "normal"},
-    },
+        **contents("Q", "x8"), **contents("V", "wide offset"), **contents("Q", "tiny spike"),
+        **contents("K", "loud_rows repeat_rows"),
+    },  # fmt: skip
     sites={"scaled_dot_product_attention": _sdpa, "softmax": _written_out, "_softmax": _written_out},
     scaled=("batch", "q_len+kv_len"),
 )

@@ -1,7 +1,10 @@
 """Gated MLP: two products, an activation between them, and the product back. SwiGLU and GeGLU."""
 
+import math
+
 import reference
 from autokernel.graph import CASTS, RESHAPES, Match, name, number, operand, part, shape, strip
+from autokernel.ops import contents
 from autokernel.ops.matmul import product
 from autokernel.spec import OpSpec, arg
 
@@ -11,16 +14,7 @@ def _sizes(rows, dim, hidden, out=None):
 
 
 def _hidden(rng, on_gpu):
-    top = 700 if on_gpu else 60
-    return _sizes(rng.randint(1, top), rng.randint(1, top), rng.randint(1, top), rng.randint(1, top))
-
-
-def _flops(s, _):
-    rows = 1
-    for n in s["rows"]:
-        rows *= n
-    return 2 * rows * s["hidden"] * (2 * s["dim"] + s["out"])
-
+    return _sizes(*(rng.randint(1, 700 if on_gpu else 60) for _ in range(4)))
 
 
 _ELEMENTWISE = CASTS | RESHAPES | frozenset(
@@ -84,13 +78,17 @@ def _gated(node):
             yield Match(node, args, {"activation": activation})
 
 
+def _weight(fan_in, fan_out):
+    return arg(fan_in, fan_out, scale=lambda s: s[fan_in] ** -0.5, layouts=("transposed", "padded"))
+
+
 SPEC = OpSpec(
     name="fused_mlp",
     args={
         "x": arg("*rows", "dim", layouts=("padded", "odd")),
-        "w_gate": arg("dim", "hidden", scale=lambda s: s["dim"] ** -0.5, layouts=("transposed", "padded")),
-        "w_up": arg("dim", "hidden", scale=lambda s: s["dim"] ** -0.5, layouts=("transposed", "padded")),
-        "w_down": arg("hidden", "out", scale=lambda s: s["hidden"] ** -0.5, layouts=("transposed", "padded")),
+        "w_gate": _weight("dim", "hidden"),
+        "w_up": _weight("dim", "hidden"),
+        "w_down": _weight("hidden", "out"),
     },
     scalars={"activation": "silu"},
     variants=({"activation": "gelu"}, {"activation": "gelu_tanh"}, {"activation": "relu"}),
@@ -124,17 +122,11 @@ SPEC = OpSpec(
         "other_out": _sizes(16, 48, 40, 24),
         "three_axes": _sizes((2, 3, 5), 32, 48),
     },
-    flops=_flops,
+    flops=lambda s, _: 2 * math.prod((*s["rows"], s["hidden"], 2 * s["dim"] + s["out"])),
     out=("*rows", "out"),
     hidden=_hidden,
     depth=lambda s: s["dim"] + s["hidden"],
-    stability={
-        "large": {"x": "x8"},
-        "positive": {"x": "positive"},
-        "mixed_scale": {"x": "mild"},
-        "spike": {"x": "spike"},
-        "tiny": {"x": "tiny"},
-    },
+    stability=contents("x", "x8 positive mild spike needle tiny"),
     sites=dict.fromkeys(("linear", "mm", "matmul"), _gated),
     scaled=("rows",),
 )

@@ -1,10 +1,12 @@
 """Layer normalisation over the last axis, with weight and bias."""
 
+import math
+
 import torch.nn.functional as F
 
 import reference
 from autokernel.graph import Match, View, name, operand, strip
-from autokernel.ops import NORM_CONTENTS, affine_outputs, elements, norm_edges, norm_hidden, scaled_by_norm
+from autokernel.ops import NORM_CONTENTS, affine_outputs, norm_edges, row_hidden, rows_dim, scaled_by_norm
 from autokernel.spec import OpSpec, arg
 
 
@@ -25,7 +27,6 @@ def _written_out(node):
                 yield Match(output, args, {"eps": eps})
 
 
-
 SPEC = OpSpec(
     name="layernorm",
     args={
@@ -39,26 +40,26 @@ SPEC = OpSpec(
     baseline=lambda x, weight, bias, eps=1e-5: F.layer_norm(x, weight.shape, weight, bias, eps),
     baseline_name="F.layer_norm",
     shapes={
-        "small": {"rows": (256,), "dim": 512},
-        "medium": {"rows": (4096,), "dim": 2048},
-        "large": {"rows": (16384,), "dim": 8192},
-        "gpt2": {"rows": (1, 1024), "dim": 768},
-        "bert": {"rows": (8, 512), "dim": 768},
-        "opt_6b": {"rows": (8192,), "dim": 4096},
-        "wide": {"rows": (64,), "dim": 65536},
-        "decode": {"rows": (1, 1), "dim": 4096},
+        "small": rows_dim(256, 512),
+        "medium": rows_dim(4096, 2048),
+        "large": rows_dim(16384, 8192),
+        "gpt2": rows_dim((1, 1024), 768),
+        "bert": rows_dim((8, 512), 768),
+        "opt_6b": rows_dim(8192, 4096),
+        "wide": rows_dim(64, 65536),
+        "decode": rows_dim((1, 1), 4096),
     },
     edges=norm_edges(on_gpu=True),
     cpu_shapes={
-        "small": {"rows": (8,), "dim": 128},
-        "medium": {"rows": (16,), "dim": 768},
-        "large": {"rows": (16,), "dim": 2048},
-        "gpt2": {"rows": (1, 16), "dim": 768},
+        "small": rows_dim(8, 128),
+        "medium": rows_dim(16, 768),
+        "large": rows_dim(16, 2048),
+        "gpt2": rows_dim((1, 16), 768),
     },
     cpu_edges=norm_edges(on_gpu=False),
-    flops=lambda s, _: 8 * elements(s),  # mean, centre, square, sum, scale, weight, bias and the sum of the mean
+    flops=lambda s, _: 8 * math.prod((*s["rows"], s["dim"])),  # two sums, mean, centre, square, scale, weight, bias
     out=("*rows", "dim"),
-    hidden=norm_hidden,
+    hidden=row_hidden(rows_dim),
     depth=lambda s: s["dim"],
     stability=NORM_CONTENTS,
     sites={"layer_norm": _fused, "rsqrt": _written_out, "sqrt": _written_out, "pow": _written_out},

@@ -1,9 +1,13 @@
 """Matrix product with an optional bias: every linear layer of a model."""
 
+import math
+
 import torch
+import torch.fx as fx
 
 import reference
 from autokernel.graph import Match, View, name, operand, shape
+from autokernel.ops import contents
 from autokernel.spec import OpSpec, arg
 
 
@@ -12,25 +16,22 @@ def _torch(A, B, bias=None):
 
 
 def _mnk(m, n, k):
-    return {"rows": (m,), "N": n, "K": k}
+    return {"rows": m if isinstance(m, tuple) else (m,), "N": n, "K": k}
 
 
 def _hidden(rng, on_gpu):
-    top = 1500 if on_gpu else 90
-    return _mnk(rng.randint(1, top), rng.randint(1, top), rng.randint(1, top))
+    return _mnk(*(rng.randint(1, 1500 if on_gpu else 90) for _ in range(3)))
 
 
-
-def product(node):
+def product(node: fx.Node) -> tuple[View, View, fx.Node | None, tuple] | None:
     """(A, B, bias or None, views on the result) of a node that multiplies by one matrix, else None."""
-    kind = name(node)
-    if kind == "linear" and len(shape(node.args[1])) == 2:
-        bias = operand(node, "bias")
-        return View(node.args[0]), View(node.args[1]).then("t"), bias, ()
-    if kind == "addmm" and operand(node, "beta") == operand(node, "alpha") == 1 and len(shape(node.args[0])) == 1:
-        return View(node.args[1]), View(node.args[2]), node.args[0], ()
+    kind, first, second = name(node), operand(node, 0), operand(node, 1)
+    if kind == "linear" and len(shape(second)) == 2:
+        return View(first), View(second).then("t"), operand(node, "bias"), ()
+    if kind == "addmm" and operand(node, "beta") == operand(node, "alpha") == 1 and len(shape(first)) == 1:
+        return View(second), View(operand(node, 2)), first, ()
     if kind in ("mm", "matmul", "mv", "bmm"):
-        a, b = View(node.args[0]), View(node.args[1])
+        a, b = View(first), View(second)
         if len(shape(b.node)) == 2:
             return a, b, None, ()
         if len(shape(b.node)) == 3 and shape(b.node)[0] == 1 < shape(b.node)[1]:  # a batch of one; K = 1 is no product
@@ -81,7 +82,7 @@ SPEC = OpSpec(
         "prime": _mnk(127, 257, 509),
         "off_grid": _mnk(129, 1025, 65),
         "odd_vocabulary": _mnk(5, 50257, 64),
-        "batched": {"rows": (3, 5, 17), "N": 96, "K": 80},
+        "batched": _mnk((3, 5, 17), 96, 80),
     },
     cpu_shapes={
         "small": _mnk(64, 64, 64),
@@ -95,28 +96,20 @@ SPEC = OpSpec(
         "one": _mnk(1, 1, 1),
         "prime": _mnk(61, 67, 71),
         "off_grid": _mnk(33, 129, 65),
-        "batched": {"rows": (2, 3, 5), "N": 24, "K": 40},
+        "batched": _mnk((2, 3, 5), 24, 40),
     },
-    flops=lambda s, _: 2 * _rows(s) * s["N"] * s["K"],
+    flops=lambda s, _: 2 * math.prod((*s["rows"], s["N"], s["K"])),
     out=("*rows", "N"),
     hidden=_hidden,
     depth=lambda s: s["K"],
     stability={
-        "uniform": "positive",
+        "positive": "positive",
         "large": {"A": "large", "B": "tiny"},
-        "mixed_scale": {"A": "wide", "B": "normal"},
+        **contents("A", "wide"),
         "cancel": {"A": "cancel", "B": "repeat"},
-        "spike": {"A": "spike", "B": "normal"},
-        "tiny": {"A": "tiny", "B": "normal"},
+        **contents("A", "spike near_max needle tiny"),
     },
     exact="ints",
     sites=dict.fromkeys(("linear", "addmm", "mm", "matmul", "mv", "bmm", "baddbmm"), _product),
     scaled=("rows",),
 )
-
-
-def _rows(size):
-    total = 1
-    for n in size["rows"]:
-        total *= n
-    return total

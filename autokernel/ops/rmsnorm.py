@@ -1,10 +1,12 @@
 """Root-mean-square normalisation over the last axis, with weight: LLaMA, Qwen, Mistral."""
 
+import math
+
 import torch.nn.functional as F
 
 import reference
 from autokernel.graph import Match, View, operand, strip
-from autokernel.ops import NORM_CONTENTS, affine_outputs, elements, norm_edges, norm_hidden, scaled_by_norm
+from autokernel.ops import NORM_CONTENTS, affine_outputs, norm_edges, row_hidden, rows_dim, scaled_by_norm
 from autokernel.spec import OpSpec, arg
 
 
@@ -25,7 +27,6 @@ def _written_out(node):
                     yield Match(output, {"x": View(x), "weight": weight or 1.0}, {"eps": eps})
 
 
-
 SPEC = OpSpec(
     name="rmsnorm",
     args={"x": arg("*rows", "dim", layouts=("padded", "odd", "transposed")), "weight": arg("dim", draw="gain")},
@@ -35,26 +36,26 @@ SPEC = OpSpec(
     baseline=lambda x, weight, eps=1e-6: F.rms_norm(x, weight.shape, weight, eps),
     baseline_name="F.rms_norm",
     shapes={
-        "small": {"rows": (256,), "dim": 512},
-        "medium": {"rows": (4096,), "dim": 4096},
-        "large": {"rows": (16384,), "dim": 8192},
-        "llama7b": {"rows": (1, 2048), "dim": 4096},
-        "llama13b": {"rows": (1, 2048), "dim": 5120},
-        "qk_heads": {"rows": (1, 2048, 32), "dim": 128},
-        "wide": {"rows": (64,), "dim": 65536},
-        "decode": {"rows": (1, 1), "dim": 4096},
+        "small": rows_dim(256, 512),
+        "medium": rows_dim(4096, 4096),
+        "large": rows_dim(16384, 8192),
+        "llama7b": rows_dim((1, 2048), 4096),
+        "llama13b": rows_dim((1, 2048), 5120),
+        "qk_heads": rows_dim((1, 2048, 32), 128),
+        "wide": rows_dim(64, 65536),
+        "decode": rows_dim((1, 1), 4096),
     },
     edges=norm_edges(on_gpu=True),
     cpu_shapes={
-        "small": {"rows": (8,), "dim": 128},
-        "medium": {"rows": (16,), "dim": 1024},
-        "large": {"rows": (16,), "dim": 2048},
-        "qk_heads": {"rows": (1, 8, 4), "dim": 64},
+        "small": rows_dim(8, 128),
+        "medium": rows_dim(16, 1024),
+        "large": rows_dim(16, 2048),
+        "qk_heads": rows_dim((1, 8, 4), 64),
     },
     cpu_edges=norm_edges(on_gpu=False),
-    flops=lambda s, _: 4 * elements(s),  # square, sum, scale, weight
+    flops=lambda s, _: 4 * math.prod((*s["rows"], s["dim"])),  # square, sum, scale, weight
     out=("*rows", "dim"),
-    hidden=norm_hidden,
+    hidden=row_hidden(rows_dim),
     depth=lambda s: s["dim"],
     stability=NORM_CONTENTS,
     sites={"rms_norm": _fused, "rsqrt": _written_out, "sqrt": _written_out, "pow": _written_out},

@@ -4,6 +4,7 @@ import math
 
 import reference
 from autokernel.graph import CASTS, RESHAPES, Match, View, name, region, shape, strip, value
+from autokernel.ops import contents
 from autokernel.spec import OpSpec, arg
 
 
@@ -19,7 +20,6 @@ def _sizes(batch, seq, head_dim):
 def _hidden(rng, on_gpu):
     top = 300 if on_gpu else 20
     return _sizes((rng.randint(1, 2), rng.randint(1, 5)), rng.randint(1, top), 2 * rng.randint(1, 100))
-
 
 
 _STEPS = CASTS | RESHAPES | frozenset("neg add sub mul cat stack view_as_real unsqueeze".split())
@@ -143,13 +143,7 @@ SPEC = OpSpec(
     depth=lambda s: 2,
     yardstick=_in_float32,
     rms_factor=1.2,  # nothing is summed: products rounded to the dtype would already make 1.4
-    stability={
-        "large": {"x": "large"},
-        "offset": {"x": "offset"},
-        "mixed_scale": {"x": "wide"},
-        "tiny": {"x": "tiny"},
-        "zeros": {"x": "zeros"},
-    },
+    stability=contents("x", "large offset wide tiny zeros"),
     sites={"cat": _rotation, "stack": _rotation, "view_as_real": _rotation},
     scaled=("seq",),
 )

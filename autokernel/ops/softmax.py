@@ -6,14 +6,8 @@ import torch
 
 import reference
 from autokernel.graph import CASTS, Match, View, name, only_user, operand, strip
-from autokernel.ops import last
+from autokernel.ops import by_shape, contents, last, row_edges, row_hidden
 from autokernel.spec import OpSpec, arg
-
-
-def _hidden(rng, on_gpu):
-    rows, width = (600, 9000) if on_gpu else (9, 700)
-    return {"shape": (rng.randint(1, rows), rng.randint(2, width))}
-
 
 
 def _fused(node):
@@ -35,7 +29,6 @@ def _written_out(node):
             yield Match(user, {"x": View(x)}, {"dim": last(operand(total, "dim")[0], node)})
 
 
-
 SPEC = OpSpec(
     name="softmax",
     args={"x": arg("*shape", layouts=("transposed", "padded", "odd"))},
@@ -45,54 +38,30 @@ SPEC = OpSpec(
     baseline=lambda x, dim=-1: torch.softmax(x, dim),
     baseline_name="torch.softmax",
     shapes={
-        "small": {"shape": (256, 512)},
-        "medium": {"shape": (4096, 1024)},
-        "large": {"shape": (4096, 4096)},
-        "vocab_32000": {"shape": (4096, 32000)},
-        "vocab_50257": {"shape": (4096, 50257)},
-        "vocab_151936": {"shape": (2048, 151936)},
-        "gpt2_scores": {"shape": (1, 12, 1024, 1024)},
-        "few_rows": {"shape": (4, 131072)},
+        "small": by_shape(256, 512),
+        "medium": by_shape(4096, 1024),
+        "large": by_shape(4096, 4096),
+        "vocab_32000": by_shape(4096, 32000),
+        "vocab_50257": by_shape(4096, 50257),
+        "vocab_151936": by_shape(2048, 151936),
+        "gpt2_scores": by_shape(1, 12, 1024, 1024),
+        "few_rows": by_shape(4, 131072),
     },
-    edges={
-        "one": {"shape": (1, 1)},
-        "narrow": {"shape": (1023, 3)},
-        "off_grid": {"shape": (7, 1023)},
-        "4097": {"shape": (5, 4097)},
-        "vocab_50257": {"shape": (3, 50257)},
-        "vocab_151936": {"shape": (2, 151936)},
-        "vector": {"shape": (129,)},
-        "four_axes": {"shape": (2, 3, 5, 77)},
-    },
+    edges=row_edges(by_shape, True, vector=by_shape(129), four_axes=by_shape(2, 3, 5, 77)),
     cpu_shapes={
-        "small": {"shape": (8, 128)},
-        "medium": {"shape": (16, 1000)},
-        "large": {"shape": (16, 2048)},
-        "vocab_50257": {"shape": (2, 50257)},
+        "small": by_shape(8, 128),
+        "medium": by_shape(16, 1000),
+        "large": by_shape(16, 2048),
+        "vocab_50257": by_shape(2, 50257),
     },
-    cpu_edges={
-        "one": {"shape": (1, 1)},
-        "narrow": {"shape": (33, 3)},
-        "off_grid": {"shape": (5, 1023)},
-        "vocab_151936": {"shape": (1, 151936)},
-        "vector": {"shape": (129,)},
-        "four_axes": {"shape": (2, 3, 4, 37)},
-    },
+    cpu_edges=row_edges(
+        by_shape, False, "one narrow off_grid 151936", vector=by_shape(129), four_axes=by_shape(2, 3, 4, 37)
+    ),
     flops=lambda s, _: 5 * math.prod(s["shape"]),  # maximum, subtract, exp, sum, divide: one each
     out=("*shape",),
-    hidden=_hidden,
+    hidden=row_hidden(by_shape),
     depth=lambda s: max(s["shape"]),
-    stability={
-        "large": "large",
-        "near_max": "near_max",
-        "offset": "offset",
-        "constant": "constant_rows",
-        "masked": "masked",
-        "spike": "spike",
-        "outliers": "outliers",
-        "swamp": "swamp_exp",
-        "flat": "tiny",
-    },
+    stability=contents("x", "large near_max offset constant_rows masked spike needle outliers swamp_exp tiny"),
     sites={"softmax": _fused, "_softmax": _fused, "exp": _written_out},
     scaled=("shape",),
 )

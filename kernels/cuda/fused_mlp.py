@@ -33,11 +33,11 @@ CUDA_SRC = r"""
 #include <stdint.h>
 #include <type_traits>
 
+#define UNROLL _Pragma("unroll")
 using i64 = long long;
 struct Problem { i64 M, N, K, a_row, a_col, b_row, b_col, out_row; int activation; };  // strides in elements
 
-template <typename T>
-__device__ float activate(float x, int activation) {
+template <typename T> __device__ float activate(float x, int activation) {
     if (activation == 1) return 0.5f * x * (1.f + erff(x * 0.70710678f));
     if (activation == 3) return x < 0.f ? 0.f : x;  // so written, NaN stays NaN
     // silu = x sigmoid(x); gelu_tanh = x sigmoid(2u), as (1 + tanh u) / 2 = sigmoid(2u)
@@ -52,12 +52,6 @@ constexpr int THREADS = 3 * 128;    // producer warpgroup + two consumer warpgro
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ uint32_t smem_addr(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-__device__ void mbar_init(uint32_t bar, int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count));
-}
-__device__ void mbar_expect_bytes(uint32_t bar, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
-}
 __device__ void mbar_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
 }
@@ -88,36 +82,27 @@ __device__ uint64_t descriptor(uint32_t addr) {
                  : ACC16(0), ACC16(16), ACC16(32), ACC16(48) : "l"(a), "l"(b), "r"(accumulate), "n"(B_N_MAJOR))
 
 // d (64 x 128, this thread's 64 values) = a (64 x 16) b (16 x 128) + (accumulate ? d : 0)
-template <typename T, int B_N_MAJOR>
-__device__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    if constexpr (std::is_same<T, __half>::value) MMA_ASM("f16"); else MMA_ASM("bf16");
+template <typename T, int B_N_MAJOR> __device__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    if constexpr (std::is_same_v<T, __half>) MMA_ASM("f16"); else MMA_ASM("bf16");
 }
 template <int N>
 __device__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
 // Keeps the compiler from moving uses of accumulators across an asynchronous wgmma's wait; costs no instruction.
-__device__ void pin(float (&r)[64]) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(r[i]) :: "memory");
-}
+__device__ void pin(float (&r)[64]) { UNROLL for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(r[i]) :: "memory"); }
 
 // Two rows of a 64 x 128 accumulator, 8 apart. Lane q of a quad holds columns 2q, 2q+1 of each 8-column group; two
 // butterfly exchanges transpose four groups, so that it holds all 8 columns of group q and stores 16 bytes at once.
-template <typename T>
-__device__ void store_rows(T* out, const float (&d)[64], i64 row, i64 col0, const Problem& p) {
+template <typename T> __device__ void store_rows(T* out, const float (&d)[64], i64 row, i64 col0, const Problem& p) {
     const int q = threadIdx.x % 4;
-#pragma unroll
-    for (int g = 0; g < 8; ++g) {  // 32 columns of one row at a time
+    UNROLL for (int g = 0; g < 8; ++g) {  // 32 columns of one row at a time
         uint32_t v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLL for (int i = 0; i < 4; ++i) {
             const int r = 16 * (g % 4) + 4 * i + 2 * (g / 4);
             const T pair[2] = {T(d[r]), T(d[r + 1])};
             memcpy(&v[i], pair, 4);
         }
-#pragma unroll
-        for (int s = 1; s <= 2; s *= 2)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
+        UNROLL for (int s = 1; s <= 2; s *= 2)
+            UNROLL for (int i = 0; i < 4; ++i)
                 if (!(i & s)) {
                     const uint32_t sent = q & s ? v[i] : v[i + s], got = __shfl_xor_sync(~0u, sent, s);
                     (q & s ? v[i] : v[i + s]) = got;
@@ -126,9 +111,7 @@ __device__ void store_rows(T* out, const float (&d)[64], i64 row, i64 col0, cons
         if (r >= p.M || col >= p.N) continue;
         T* dst = out + r * p.out_row + col;
         if (p.out_row % 8 == 0) *reinterpret_cast<uint4*>(dst) = make_uint4(v[0], v[1], v[2], v[3]);  // padding too
-        else
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
+        else UNROLL for (int i = 0; i < 8; ++i)
                 if (col + i < p.N) memcpy(dst + i, reinterpret_cast<char*>(v) + 2 * i, 2);
     }
 }
@@ -147,13 +130,14 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
     const uint32_t smem = (smem_addr(dynamic_smem) + 1023) & ~1023u;   // swizzle atoms start at multiples of 1024
     const uint32_t full = smem_addr(bars), empty = full + 8 * STAGES;  // full: bytes landed; empty: consumers done
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 8);  // 8 consumer warps
+        for (int i = 0; i < 2 * STAGES; ++i)  // full and empty by turns: one arrival fills a stage, 8 warps empty it
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                         :: "r"((i % 2 ? empty : full) + i / 2 * 8), "r"(i % 2 ? 8 : 1));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 
-    const int tiles_m = (p.M + BM - 1) / BM, tiles_n = (p.N + BN - 1) / BN;
-    const int slabs = (p.K + BK - 1) / BK;
+    const int tiles_m = (p.M + BM - 1) / BM, tiles_n = (p.N + BN - 1) / BN, slabs = (p.K + BK - 1) / BK;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // so that the compiler knows it is uniform
     int stage = 0, phase = 0, m0, n0;
     auto advance = [&] { if (++stage == STAGES) stage = 0, phase ^= 1; };
@@ -171,7 +155,8 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
             for (int k = 0; k < slabs * BK; k += BK, advance()) {
                 const uint32_t a = smem + stage * STAGE_BYTES, bar = full + 8 * stage;
                 mbar_wait(empty + 8 * stage, phase ^ 1);
-                mbar_expect_bytes(bar, STAGE_BYTES);  // what lies outside the matrix arrives as zeros and counts too
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"  // zeros from outside the matrix
+                             :: "r"(bar), "r"(STAGE_BYTES) : "memory");                // arrive, and count, too
                 tma_load(a, &map_a, k, m0, bar);
                 for (int h = 0; h < 2; ++h) {
                     const CUtensorMap* map_b = h ? &map_b1 : &map_b0;
@@ -194,8 +179,7 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
                 constexpr int B_STEP = B_N_MAJOR ? 2048 : 32;  // bytes to the next 16 of k: 16 rows or 16 columns
                 mbar_wait(full + 8 * stage, phase);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-                for (int i = 0; i < BK / 16 * 2; ++i) {
+                UNROLL for (int i = 0; i < BK / 16 * 2; ++i) {
                     const int kk = i / 2, h = i % 2;  // descriptors count 16 bytes
                     wgmma<T, B_N_MAJOR>(acc[h], a + kk * 32 / 16, b + (h * SLAB + kk * B_STEP) / 16, k | kk);
                 }
@@ -208,13 +192,10 @@ mlp_wgmma(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUt
             if (lane == 0) mbar_arrive(in_use);
             locate(tile);
             const i64 row = m0 + row0 + warp * 16 + lane / 4;
-            pin(acc[0]);
-            pin(acc[1]);
+            for (auto& half : acc) pin(half);
             if constexpr (GATED)
-#pragma unroll
-                for (int i = 0; i < 64; ++i) acc[0][i] = activate<T>(acc[0][i], p.activation) * acc[1][i];
-#pragma unroll
-            for (int h = 0; h < (GATED ? 1 : 2); ++h) store_rows(out, acc[h], row, n0 + 128 * h, p);
+                UNROLL for (int i = 0; i < 64; ++i) acc[0][i] = activate<T>(acc[0][i], p.activation) * acc[1][i];
+            UNROLL for (int h = 0; h < (GATED ? 1 : 2); ++h) store_rows(out, acc[h], row, n0 + 128 * h, p);
         }
     }
 #endif
@@ -230,10 +211,9 @@ cudaError_t tensor_map(CUtensorMap* map, const T* base, i64 rows, i64 cols, i64 
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
     }();
     if (!encode) return cudaErrorNotSupported;
-    const bool half = std::is_same<T, __half>::value;
-    const auto type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    cuuint64_t dims[2] = {cuuint64_t(cols), cuuint64_t(rows)}, strides[1] = {cuuint64_t(row_stride) * sizeof(T)};
-    cuuint32_t box[2] = {64, cuuint32_t(box_rows)}, steps[2] = {1, 1};
+    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const cuuint64_t dims[] = {cuuint64_t(cols), cuuint64_t(rows)}, strides[] = {cuuint64_t(row_stride) * sizeof(T)};
+    const cuuint32_t box[] = {64, cuuint32_t(box_rows)}, steps[] = {1, 1};
     const CUresult r = encode(map, type, 2, const_cast<T*>(base), dims, strides, box, steps,
                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -271,8 +251,7 @@ mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p)
     const int ty = threadIdx.x / 16 * 4, tx = threadIdx.x % 16 * 4;
     // 64 rows (of M or N) x DEPTH. Neighbours walk the contiguous dimension, so that every layout coalesces.
     auto fetch = [&](float (&tile)[DEPTH][68], const float* x, i64 row0, i64 rows, i64 k0, i64 row_step, i64 k_step) {
-#pragma unroll
-        for (int e = threadIdx.x; e < 64 * DEPTH; e += 256) {
+        UNROLL for (int e = threadIdx.x; e < 64 * DEPTH; e += 256) {
             const int r = k_step == 1 ? e / DEPTH : e % 64, k = k_step == 1 ? e % DEPTH : e / 64;
             const bool inside = row0 + r < rows && k0 + k < p.K;
             tile[k][r] = inside ? x[(row0 + r) * row_step + (k0 + k) * k_step] : 0.f;
@@ -284,8 +263,7 @@ mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p)
         fetch(sb[0], b0, n0, p.N, k0, p.b_col, p.b_row);
         if (GATED) fetch(sb[GATED], b1, n0, p.N, k0, p.b_col, p.b_row);
         __syncthreads();
-#pragma unroll
-        for (int k = 0; k < DEPTH; ++k) {
+        UNROLL for (int k = 0; k < DEPTH; ++k) {
             const float4 x = *reinterpret_cast<float4*>(&sa[k][ty]);
             for (int h = 0; h < 1 + GATED; ++h) {
                 const float4 y = *reinterpret_cast<float4*>(&sb[h][k][tx]);
@@ -294,8 +272,7 @@ mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p)
         }
         __syncthreads();  // before the next slab overwrites this one
     }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    UNROLL for (int i = 0; i < 16; ++i) {
         const i64 m = m0 + ty + i / 4, n = n0 + tx + i % 4;
         const float value = GATED ? activate<float>(acc[0][i], p.activation) * acc[GATED][i] : acc[0][i];
         if (m < p.M && n < p.N) out[m * p.out_row + n] = value;
@@ -304,7 +281,7 @@ mlp_fma(const float* a, const float* b0, const float* b1, float* out, Problem p)
 
 template <typename T, bool GATED>
 cudaError_t launch(const void* a, const void* b0, const void* b1, void* out, Problem p, cudaStream_t stream) {
-    if constexpr (std::is_same<T, float>::value) {
+    if constexpr (std::is_same_v<T, float>) {
         const dim3 grid((p.M + 63) / 64, (p.N + 63) / 64);
         mlp_fma<GATED><<<grid, 256, 0, stream>>>((const float*)a, (const float*)b0, (const float*)b1, (float*)out, p);
         return cudaGetLastError();
@@ -320,11 +297,11 @@ extern "C" int fused_mlp(const void* x /* strided */, const void* gate /* stride
                          i64 down_col, i64 product_row, cudaStream_t stream) {
     const Problem first = {M, hidden, dim, x_row, x_col, up_row, up_col, product_row, activation};
     const Problem second = {M, dim_out, hidden, product_row, 1, down_row, down_col, dim_out, 0};
-    using bf16 = __nv_bfloat16;
-    const auto gated = dtype == 0 ? launch<__half, true> : dtype == 1 ? launch<bf16, true> : launch<float, true>;
-    const auto plain = dtype == 0 ? launch<__half, false> : dtype == 1 ? launch<bf16, false> : launch<float, false>;
-    const cudaError_t err = gated(x, gate, up, product, first, stream);
-    return err != cudaSuccess ? err : plain(product, down, down, out, second, stream);
+    auto run = [&](auto of) {
+        const cudaError_t err = launch<decltype(of), true>(x, gate, up, product, first, stream);
+        return err ? err : launch<decltype(of), false>(product, down, down, out, second, stream);
+    };
+    return dtype == 0 ? run(__half()) : dtype == 1 ? run(__nv_bfloat16()) : run(float());
 }
 """
 

@@ -17,6 +17,7 @@ BACKEND = "cuda"
 # VECS: 16-byte vectors that a thread holds; MAX_THREADS: a block before a row is split over a cluster; MAX_CLUSTER:
 # blocks a row (1, 2, 4, 8); NARROW_THREADS: a block of narrow rows, up to a warp each.
 CONFIG = {"VECS": 4, "MAX_THREADS": 256, "MAX_CLUSTER": 8, "NARROW_THREADS": 128}
+SWEEP = {"VECS": [1, 2, 4, 8], "MAX_THREADS": [128, 256, 512, 1024], "MAX_CLUSTER": [1, 8]}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 
@@ -95,6 +96,7 @@ def child(request: dict, fds: list[int]) -> None:
     os.dup2(log, 2)
     os.close(log)
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # what PyTorch's import has asked for
     os.environ.clear()
     os.environ.update(request["env"])
     script, *_ = request["argv"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from zoo import ROOT, Specimen, able, close_baselines, examine, specimens  # noqa: E402
 
 from autokernel import integrity, report, review, worker  # noqa: E402
+from autokernel.paths import operator_of  # noqa: E402
 from autokernel.run import KEYS  # noqa: E402
+from autokernel.source import KernelError, read_kernel  # noqa: E402
 
 
 def _marked(specimen: Specimen):
@@ -63,11 +66,11 @@ def test_malformed_times_are_refused(value):
     out = {"type": "torch.Tensor", "dtype": "float16", "layout": "torch.strided", "device": "cpu", "shape": [1],
            "attributes": [], "aliases_input": False, "aliases_previous": False, "requires_grad": False}  # fmt: skip
     reply = {"before_s": 0.0, "flush_s": 0.0, "device_s": 1e-3, "after_s": 0.0, "host_s": 1e-3}
-    reply |= {"late": False, "peak_bytes": 0, "left": [], "out": out}
+    reply |= {"late": False, "peak_bytes": 0, "left": [], "outs": [out]}
     assert worker.malformed(reply) == ""
     assert worker.malformed(reply | {"device_s": value})
     assert worker.malformed(reply | {"left": None})
-    assert worker.malformed(reply | {"out": out | {"shape": "1"}})
+    assert worker.malformed(reply | {"outs": [out | {"shape": "1"}]})
 
 
 # ---- review and vendor libraries -------------------------------------------------------------------------------------
@@ -94,6 +97,37 @@ def test_vendor_calls_are_arithmetic_only():
         "aten::mm", "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNN"
     ]  # fmt: skip
     assert review.vendor_calls([], ["void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816gemm>"])
+
+
+# ---- kernel files ----------------------------------------------------------------------------------------------------
+
+HEAD = b'KERNEL_TYPE = "softmax"\nBACKEND = "triton"\n'
+
+
+DEEP = [b"x = " + b"-" * 200000 + b"1", b"x = a" + b".b" * 200000, b"class A(" + b"T+" * 9999 + b"T): 0"]
+
+
+@pytest.mark.parametrize("text", DEEP, ids=["signs", "attributes", "bases"])
+def test_a_file_that_is_nested_too_deeply_is_no_kernel(tmp_path: Path, text: bytes):
+    (tmp_path / "kernel.py").write_bytes(HEAD + text)
+    with pytest.raises(KernelError, match="nested too deeply|no function kernel_fn"):
+        read_kernel(tmp_path / "kernel.py")
+    assert isinstance(review.scan(HEAD + text), list)
+
+
+def test_a_pipe_and_a_huge_file_are_not_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.py")
+    with open(tmp_path / "huge.py", "wb") as file:
+        file.truncate(1 << 40)
+    for path in (tmp_path / "pipe.py", tmp_path / "huge.py", Path("/dev/zero"), tmp_path):
+        with pytest.raises(KernelError, match="no regular file"):
+            read_kernel(path)
+
+
+def test_the_operator_is_what_the_file_binds_last():
+    text = b'"""\nKERNEL_TYPE = "matmul"\n"""\nKERNEL_TYPE = "reduce"\n' + HEAD
+    assert operator_of(text) == "softmax"
+    assert operator_of(text + b"this is no Python") == "matmul"  # as far as one can tell
 
 
 # ---- the harness itself ----------------------------------------------------------------------------------------------

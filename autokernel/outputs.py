@@ -1,0 +1,165 @@
+"""What a forward pass leaves behind, and whether it is right: the state of a model object, its outputs, their errors.
+
+Each output, and each buffer that the model writes to, is compared with a run of the model in a wider dtype (float32;
+float64 for a float32 model). Its rms error may be RMS_FACTOR times that of the original in its own dtype, its largest
+error MAX_FACTOR times, each plus a floor of one unit in the last place.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autokernel.compare import FEWEST, MAX_FACTOR, RMS_FACTOR, TOLERANCES, same_bits
+
+_CHUNK = 1 << 24
+
+
+class Snapshot:
+    """What a forward pass may change of a model: attributes, containers, tensors; parameters by checksum."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        owners = [m.__dict__ for m in model.modules()] + [t.__dict__ for t in (*model.parameters(), *model.buffers())]
+        held = [v for owner in owners for v in owner.values()]
+        self.containers: list[tuple[Any, Any]] = [(owner, dict(owner)) for owner in owners]
+        self.containers += [(v, copy.copy(v)) for v in held if isinstance(v, (dict, list, set))]
+        self.buffers = {n: (t, t.detach().clone()) for n, t in model.named_buffers()}
+        loose = {f"attribute {i}": (t, t.detach().clone()) for i, t in enumerate(held) if isinstance(t, torch.Tensor)}
+        self.tensors = {**self.buffers, **loose}
+        self.sums = {n: _checksum(p) for n, p in model.named_parameters()}
+
+    def restore(self) -> None:
+        for held, saved in self.containers:
+            held.clear()
+            held.extend(saved) if isinstance(held, list) else held.update(saved)
+        for tensor, content in self.tensors.values():
+            tensor.copy_(content)
+
+    def written(self) -> list[str]:
+        """Buffers that are not what they were."""
+        now = dict(self.model.named_buffers())
+        return [n for n, (t, saved) in self.buffers.items() if now[n] is not t or not same_bits(t, saved)]
+
+    def damaged(self) -> list[str]:
+        """Parameters that are not what they were: nothing but a kernel writes there."""
+        return [n for n, p in self.model.named_parameters() if _checksum(p) != self.sums[n]]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    data = tensor.detach().contiguous().reshape(-1)
+    data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
+    return int(data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]).sum())
+
+
+def named(given: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in an output, with its place: tuples, dicts, dataclasses, caches."""
+    if isinstance(given, torch.Tensor):
+        yield path or "output", given
+        return
+    items: dict[Any, Any] = {}
+    if isinstance(given, Mapping):
+        items = dict(given)
+    elif isinstance(given, (list, tuple)):
+        items = dict(enumerate(given))
+    elif hasattr(given, "__dict__") and not callable(given):
+        items = vars(given)
+    for name, value in items.items():
+        yield from named(value, f"{path}.{name}" if path else str(name))
+
+
+# ---- outputs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """rms and largest error over rms(ref), where both are finite; values non-finite where the original's are finite."""
+
+    rms: float = 0.0
+    largest: float = 0.0
+    wrong: int = 0
+
+
+def difference(out: torch.Tensor, ref: torch.Tensor, original: torch.Tensor) -> Difference:
+    """Of a float tensor; for another kind `rms` is the share of differing elements."""
+    if not out.is_floating_point():
+        return Difference((out != ref).double().mean().item() if out.numel() else 0.0)
+    total = size = top = 0.0
+    wrong = count = 0
+    for a, b, c in zip(*(t.detach().reshape(-1).split(_CHUNK) for t in (out, ref, original)), strict=True):
+        finite = a.isfinite() & b.isfinite() & c.isfinite()
+        wrong += int((c.isfinite() & ~a.isfinite()).sum())
+        error = torch.where(finite, (a.double() - b.double()).abs(), 0.0)
+        total += error.square().sum().item()
+        size += torch.where(finite, b.double(), 0.0).square().sum().item()
+        top = max(top, error.max().item() if error.numel() else 0.0)
+        count += int(finite.sum())
+    scale = math.sqrt(size / count) if size else 1.0
+    return Difference(math.sqrt(total / max(count, 1)) / scale, top / scale, wrong)
+
+
+class Oracle:
+    """The original's outputs, and what they should have been."""
+
+    def __init__(
+        self, original: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], dtype: torch.dtype,
+        atol: float | None = None, rtol: float | None = None,
+    ):  # fmt: skip
+        """dtype: the model's. atol, rtol: judge by |out - ref| <= atol + rtol * |ref| instead."""
+        self.original, self.reference, self.dtype, self.atol, self.rtol = original, reference, dtype, atol, rtol
+        self.theirs = {n: difference(t, reference[n], t) for n, t in original.items()}
+
+    def judge(self, outputs: dict[str, torch.Tensor]) -> tuple[str, list[dict[str, Any]]]:
+        """(what is wrong or "", one row an output)."""
+        rows, faults = [], []
+        for name, original in self.original.items():
+            out, theirs, ref = outputs.get(name), self.theirs[name], self.reference[name]
+            if out is None or (out.shape, out.dtype) != (original.shape, original.dtype):
+                got = "missing" if out is None else f"{out.dtype} {list(out.shape)}"
+                faults.append(f"{name} is {got}, expected {original.dtype} {list(original.shape)}")
+                continue
+            ours = difference(out, ref, original)
+            rows.append({"output": name, "rms_error": ours.rms, "rms_error_pytorch": theirs.rms,
+                         "max_error": ours.largest, "max_error_pytorch": theirs.largest})  # fmt: skip
+            faults += [f"{name}: {fault}"] if (fault := self._fault(out, ref, ours, theirs)) else []
+        return "; ".join(faults), rows
+
+    def _fault(self, out, ref, ours: Difference, theirs: Difference) -> str:
+        if ours.wrong:
+            return f"{ours.wrong} values are not finite where the original's are"
+        if self.atol is not None or self.rtol is not None:
+            limit = (self.atol or 0.0) + (self.rtol or 0.0) * ref.double().abs()
+            beyond = int((((out.double() - ref.double()).abs() > limit) & ref.isfinite()).sum())
+            return f"{beyond} values beyond --atol and --rtol" if beyond else ""
+        if not out.is_floating_point():
+            limit = RMS_FACTOR * theirs.rms + math.floor(out.numel() / 100) / max(out.numel(), 1)
+            return f"{ours.rms:.2%} of the values differ, PyTorch's {theirs.rms:.2%}" if ours.rms > limit else ""
+        floor = max(TOLERANCES[d] for d in (out.dtype, self.dtype) if d in TOLERANCES)
+        floor *= 1 if out.numel() >= FEWEST else MAX_FACTOR  # the original's own error is chance there
+        for kind, mine, its, factor in (("rms", ours.rms, theirs.rms, RMS_FACTOR),
+                                        ("largest", ours.largest, theirs.largest, MAX_FACTOR)):  # fmt: skip
+            if not mine <= factor * its + (floor if kind == "rms" else MAX_FACTOR * floor):
+                return f"its {kind} error is {mine:.2e} of the rms, PyTorch's {its:.2e}: at most {factor:g} times that"
+        return ""
+
+    def language(self, outputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, float]:
+        """Top-1 agreement and KL divergence (nats a position) of logits from the reference; {} without logits."""
+        sizes = {m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        found = [n for n, t in self.original.items() if t.ndim > 1 and t.shape[-1] in sizes and t.is_floating_point()]
+        if not found or found[0] not in outputs:
+            return {}
+        rows = self.reference[found[0]].flatten(0, -2)
+        values: dict[str, float] = {}
+        for label, given in (("", outputs), ("_pytorch", self.original)):
+            agree = divergence = 0.0
+            for want, got in zip(rows.split(1024), given[found[0]].flatten(0, -2).split(1024), strict=True):
+                p, q = want.double().log_softmax(-1), got.double().log_softmax(-1)
+                agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
+                divergence += torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True).item()
+            values |= {f"top1_agreement{label}": agree / len(rows), f"kl_divergence{label}": divergence / len(rows)}
+        return values
