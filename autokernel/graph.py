@@ -227,9 +227,8 @@ class Graph:
         except Exception as error:  # an operator that cannot be traced: no sites here
             self.problem = one_line(error)
         names = self.owner.tensor_names()
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        for node, given in zip(placeholders, inputs, strict=True):
-            self.origin[node] = names.get(id(given), ("input", node.name))
+        pairs = zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True)
+        self.origin = {node: names.get(id(given), ("input", node.name)) for node, given in pairs}
 
 
 def one_line(error: BaseException) -> str:

@@ -230,8 +230,9 @@ def test_two_workers_record_at_once_and_are_killed(run):
             for command in (("night.py", "bench"), ("orchestrate.py", "record", "-m", f"{name} {number}")):
                 while True:
                     process = place.start(*command)
+                    patience = took * dice.uniform(0.1, 1) if dice.random() < 0.5 else 100
                     try:
-                        _, err = process.communicate(timeout=took * dice.uniform(0.1, 1) if dice.random() < 0.5 else 100)
+                        _, err = process.communicate(timeout=patience)
                     except subprocess.TimeoutExpired:
                         process.kill()
                         process.communicate()
