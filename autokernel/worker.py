@@ -188,19 +188,19 @@ class Worker:
     ) -> dict[str, Any]:
         """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
 
-        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory. seed: of the
-        random numbers that a model draws in its forward.
+        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory, less the time
+        that the child stood ready on a busy CPU. seed: of the random numbers that a model draws in its forward.
         """
         self.taken = []  # a large one is freed before the next is taken
         self._synchronize()
-        started = time.perf_counter()
+        started = time.perf_counter() - self._queued()
         reply = self._ask_about(layout, scalars, timeout, "call", wait_s, seed)
         self.taken = [output.clone() for output in self._arena_outputs(layout)]
         self._synchronize()
         if fault := malformed(reply):
             self.child.kill()
             raise WorkerFailure("CRASH", f"the child's answer is malformed: {fault}")
-        return reply | {"wall_s": time.perf_counter() - started}
+        return reply | {"wall_s": time.perf_counter() - self._queued() - started}
 
     def audit(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> tuple[list[str], list[str]]:
         """Names of the PyTorch operators and of the device's kernels in one more call."""
@@ -352,6 +352,13 @@ class Worker:
         time.sleep(seconds)
         (later, woken), elapsed = self._ran(), time.perf_counter() - started
         return (later - ran) / elapsed, (woken - wakes) / elapsed
+
+    def _queued(self) -> float:
+        """Seconds that the child's first thread has waited for a processor; 0.0 where a GPU does the work."""
+        if self.device.type == "cpu":
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                return int(Path(f"/proc/{self.child.process.pid}/schedstat").read_text().split()[1]) / 1e9
+        return 0.0
 
     def _ran(self) -> tuple[float, int]:
         """Seconds on a core and time slices so far, over all threads; coarse seconds alone where that is not kept."""

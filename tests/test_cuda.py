@@ -422,7 +422,7 @@ def test_starters_compile_without_spills(name):
 
 
 # Small blocks bring every regime (part of a warp, block, cluster, double registers, two reads) within 20,001 columns.
-SMALL = {"MAX_THREADS": 64, "MAX_CLUSTER": 4, "THREADS": 64, "FILL": 32}
+SMALL = {"MAX_THREADS": 64, "WIDE_THREADS": 64, "MAX_CLUSTER": 4, "THREADS": 64, "FILL": 32}
 
 
 @pytest.fixture(scope="session")
@@ -587,5 +587,6 @@ def test_values_on_a_gpu(name, dtype):
         out, again = kernel_fn(*args), kernel_fn(*args)
         scale = exact.square().mean().sqrt() + exact.abs()
         theirs = (EXPECTED[name](*args).double() - exact).abs().max()
-        assert ((out.double() - exact).abs() <= TOLERANCE[dtype] * scale + theirs).all(), args[0].shape
-        assert torch.equal(out, again)
+        right = (out.double() - exact).abs() <= TOLERANCE[dtype] * scale + theirs
+        assert (right | exact.isnan() & out.isnan()).all(), args[0].shape  # NaN: the mean of no targets at all
+        assert torch.equal(out.nan_to_num(7.0), again.nan_to_num(7.0))

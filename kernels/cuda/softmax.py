@@ -1,9 +1,9 @@
 """Softmax along any dimension, CUDA C++: one pass over memory, rows of any width.
 
-A row is read once, in 16-byte accesses, and stays on the chip between the reduction and the store: 2 bytes moved per
-fp16 element and direction, the least there is. A warp or less takes a narrow row and a block a row of up to 16,384 fp16
-values, in registers; a wider row waits in shared memory, of one block up to SHARED_KB, then of a cluster of blocks that
-exchange their partial (max, sum). Only rows beyond the shared memory of a full cluster, 900,000 values, are read twice.
+A row is read once, in 16-byte accesses, and stays in registers between the reduction and the store: the least traffic
+there is. A warp or less takes a narrow row and a block a row of up to 16,384 fp16 values. A cluster of blocks shares a
+wider row: it walks down the rows, and while it works on one, the next arrives in shared memory, so that memory never
+idles. Only rows beyond a full cluster's registers (327,680 fp16 values, 163,840 bf16, 81,920 fp32) are read twice.
 """
 
 from functools import lru_cache
@@ -16,11 +16,10 @@ from autokernel.cuda import compile_cuda
 KERNEL_TYPE = "softmax"
 BACKEND = "cuda"
 
-# VECS: 16-byte vectors that a thread holds in registers; MAX_THREADS: a block; SHARED_KB: of a row in a block's shared
-# memory before more blocks share it (two blocks fit a multiprocessor: one loads while the other computes; 0: registers
-# only); MAX_CLUSTER: blocks a row (1, 2, 4, 8); FILL: wide rows are shared while there are fewer blocks; COL_WARPS:
-# warps that share the reduced dimension when it is not the last one.
-CONFIG = {"VECS": 4, "MAX_THREADS": 512, "SHARED_KB": 108, "MAX_CLUSTER": 8, "FILL": 264, "COL_WARPS": 16}
+# VECS, MAX_THREADS: 16-byte lines that a thread holds of a row that one block takes, and its threads; WIDE_VECS,
+# WIDE_THREADS: the same for a cluster's blocks; FILL: a wide row is shared by more blocks while there are fewer.
+CONFIG = {"VECS": 4, "MAX_THREADS": 512, "WIDE_VECS": 5, "WIDE_THREADS": 1024, "FILL": 132}
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 CUDA_SRC = r"""
 #include <cuda_bf16.h>
@@ -29,304 +28,304 @@ CUDA_SRC = r"""
 #include <cstdint>
 #include <type_traits>
 
-constexpr int CLUSTER_LIMIT = __CUDA_ARCH_LIST__ >= 900 ? MAX_CLUSTER : 1;   // clusters exist from Hopper on
+#define UNROLL _Pragma("unroll")
+using i64 = long long;
+constexpr int MAX_CLUSTER = 8, COL_WARPS = 16;      // warps that share the reduced dimension when it is not the last
 constexpr float LOWEST = -3.402823466e38f;          // below or equal to any finite value
-constexpr int SHARED = -1;                          // instead of a number of registers, see Row
+constexpr float LOG2E = 1.4426950408889634f;
+// threads of a cluster's block: bfloat16 and float32 take more registers each
+template <typename T> constexpr int WIDE = std::is_same_v<T, __half> ? WIDE_THREADS : WIDE_THREADS / 2;
 
 // ---- memory: 16-byte vectors ---------------------------------------------------------------------------------------
+template <typename T> constexpr int LANES = 16 / sizeof(T);  // elements in a line, the 16 bytes of one access
+template <typename T> struct alignas(16) Elements { T x[LANES<T>]; };
 
-template <typename T, int N> struct alignas(N * sizeof(T)) Vec { T x[N]; };
-template <typename T> constexpr int LANES = 16 / sizeof(T);                  // elements in one 16-byte access
-
-// Evict-first, in L1 and L2: x is read once, and what is read or written again keeps its place.
-template <typename T> __device__ Vec<T, LANES<T>> load_vector(const T* p) {
-    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p));
-    return reinterpret_cast<const Vec<T, LANES<T>>&>(raw);
+// Lines are moved as plain bits: a struct of __half would be moved element by element.
+template <typename T> __device__ void unpack(const uint4& line, float (&y)[LANES<T>]) {
+    UNROLL for (int i = 0; i < LANES<T>; i++) y[i] = reinterpret_cast<const Elements<T>&>(line).x[i];
+}
+template <typename T> __device__ uint4 packed(const float (&y)[LANES<T>]) {
+    Elements<T> line;
+    UNROLL for (int i = 0; i < LANES<T>; i++) line.x[i] = static_cast<T>(y[i]);
+    return reinterpret_cast<const uint4&>(line);
 }
 
-// The part of one row that one thread owns: vectors, and one of the few elements before the first or after the last
-// 16-byte boundary (rows of an odd width start anywhere; ALIGNED: there are none, which saves registers). KEEP vectors
-// are kept in registers; KEEP == SHARED: any number in shared memory, copied there asynchronously, each thread its own,
-// so that no barrier is needed; KEEP == 0: nothing is kept, each visit loads.
-template <typename T, int KEEP, bool ALIGNED> struct Row {
-    using Index = std::conditional_t<KEEP == 0, long long, int>;
-    static constexpr int GROUPS = 4;                // of copies: the first visit starts when a quarter has arrived
-    const T* x;
-    Index first, n_vectors, edges, me, threads, group_size;      // first: elements before the first 16-byte boundary
-    Vec<T, LANES<T>> kept[KEEP > 0 ? KEEP : 1];
-    Vec<T, 1> edge;
+// A row: whole lines, and the few elements before the first and after the last 16-byte boundary, its edges: rows of an
+// odd width start anywhere. x and out lie alike within the boundaries.
+template <typename T> struct Row {
+    T* x;
+    int first, n_lines, edges;                      // first: elements before the first boundary
 
-    __device__ Row(const T* row, long long n_cols, int me, int threads) : x(row), me(me), threads(threads) {
-        const long long before = ALIGNED ? 0 : (-reinterpret_cast<uintptr_t>(row) & 15) / sizeof(T);
+    __device__ Row(T* x, i64 n_cols) : x(x) {
+        const i64 before = (-reinterpret_cast<uintptr_t>(x) & 15) / sizeof(T);
         first = before < n_cols ? before : n_cols;
-        n_vectors = (n_cols - first) / LANES<T>;
-        edges = n_cols - n_vectors * LANES<T>;
-        if constexpr (KEEP > 0) {
-            #pragma unroll
-            for (int i = 0; i < KEEP; i++)          // all loads are issued before the first is used
-                if (me + i * threads < n_vectors) kept[i] = load_vector(x + first + (me + i * threads) * LANES<T>);
-        } else if constexpr (KEEP == SHARED) {
-            group_size = (n_vectors + GROUPS * threads - 1) / (GROUPS * threads);
-            for (int i = 0; i < GROUPS * group_size; i++) {
-                const Index v = me + i * threads;
-                if (v < n_vectors) __pipeline_memcpy_async(slot(i), x + first + v * LANES<T>, 16);
-                if ((i + 1) % group_size == 0) __pipeline_commit();
-            }
-        }
-        if (!ALIGNED && me < edges) edge.x[0] = x[edge_column()];
+        n_lines = (n_cols - first) / LANES<T>;
+        edges = n_cols - i64(n_lines) * LANES<T>;
     }
-
-    __device__ Index edge_column() const { return me < first ? me : n_vectors * LANES<T> + me; }
-
-    __device__ Vec<T, LANES<T>>* slot(int i) const {
-        extern __shared__ uint4 shared_row[];
-        return reinterpret_cast<Vec<T, LANES<T>>*>(shared_row + i * blockDim.x + threadIdx.x);
-    }
-
-    template <typename F> __device__ void visit(F f) const {     // f(column, Vec of 16 bytes or of 1 element)
-        if constexpr (KEEP > 0) {
-            #pragma unroll
-            for (int i = 0; i < KEEP; i++)
-                if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, kept[i]);
-        } else if constexpr (KEEP == SHARED) {
-            for (int group = 0, i = 0; group < GROUPS; group++) {
-                __pipeline_wait_prior(GROUPS - 1 - group);       // at once, from the second visit on
-                for (const int end = i + group_size; i < end; i++)
-                    if (me + i * threads < n_vectors) f(first + (me + i * threads) * LANES<T>, *slot(i));
-            }
-        } else {
-            for (Index v = me; v < n_vectors; v += threads)
-                f(first + v * LANES<T>, load_vector(x + first + v * LANES<T>));
-        }
-        if (!ALIGNED && me < edges) f(edge_column(), edge);
-    }
+    __device__ uint4* line(int i) const { return (uint4*)(x + first) + i; }
+    __device__ i64 edge(int i) const { return i < first ? i : i64(n_lines) * LANES<T> + i; }   // its column
 };
 
-template <bool ALIGNED, typename T, int N> __device__ void store(T* out, const float (&y)[N]) {
-    Vec<T, N> packed;
-    #pragma unroll
-    for (int i = 0; i < N; i++) packed.x[i] = static_cast<T>(y[i]);
-    if (N * sizeof(T) == 16 && (ALIGNED || reinterpret_cast<uintptr_t>(out) % 16 == 0)) {
-        *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&packed);
-    } else {                                        // x is a view whose rows are aligned differently from out's
-        #pragma unroll
-        for (int i = 0; i < N; i++) out[i] = packed.x[i];
-    }
-}
+// ---- arithmetic: a maximum and the sum of e^(x - maximum) ----------------------------------------------------------
+// fp16 is counted in powers of 2: x * log2(e) - maximum is one instruction. bfloat16 reaches float32's largest value,
+// which times log2(e) would be infinite; float32 wants the accurate expf.
+template <typename T> constexpr float SCALE = std::is_same_v<T, __half> ? LOG2E : 1.f;
 
-// ---- clusters: blocks that run at once and can write to each other's shared memory ---------------------------------
-
-#if __CUDA_ARCH__ >= 900
-__device__ void cluster_arrive(int cluster) { if (cluster > 1) __cluster_barrier_arrive(); }
-__device__ void cluster_wait(int cluster) { if (cluster > 1) __cluster_barrier_wait(); }
-__device__ unsigned block_rank() { return __clusterRelativeBlockRank(); }
-template <typename V> __device__ V* in_block(V* p, unsigned rank) {
-    return static_cast<V*>(__cluster_map_shared_rank(p, rank));
-}
-#else
-__device__ void cluster_arrive(int) {}
-__device__ void cluster_wait(int) {}
-__device__ unsigned block_rank() { return 0; }
-template <typename V> __device__ V* in_block(V* p, unsigned) { return p; }
-#endif
-
-// ---- arithmetic: a running maximum and the sum of exp(x - maximum) -------------------------------------------------
-
-// float32 uses the accurate expf; the half formats one hardware exp2, whose 2^-22 is far below their rounding.
+// e^x, or 2^x if counted so. The half formats: one hardware exp2, whose 2^-22 is far below their rounding.
 template <typename T> __device__ float exponential(float x) {
     if constexpr (sizeof(T) == 4) return expf(x);
     float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * (LOG2E / SCALE<T>)));
     return y;
 }
 
-// Starts below every value, at no infinity: m - m is 0 even where all values are -inf.
-struct MaxSum {
-    float m = LOWEST, sum = 0.f;
-
-    template <typename T> __device__ void merge(MaxSum other) {
-        const float top = fmaxf(m, other.m);
-        sum = sum * exponential<T>(m - top) + other.sum * exponential<T>(other.m - top);
-        m = top;
-    }
-
-    template <typename T, typename E, int N> __device__ void add(const E (&x)[N]) {
-        float top = m, part = 0.f;
-        #pragma unroll
-        for (int i = 0; i < N; i++) top = fmaxf(top, static_cast<float>(x[i]));
-        #pragma unroll
-        for (int i = 0; i < N; i++) part += exponential<T>(static_cast<float>(x[i]) - top);
-        sum = sum * exponential<T>(m - top) + part;
-        m = top;
-    }
-};
-
-// Over the threads of one row within a warp; all of them get the result.
-template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads) {
-    for (int offset = threads / 2; offset > 0; offset /= 2)
-        a.merge<T>({__shfl_xor_sync(~0u, a.m, offset), __shfl_xor_sync(~0u, a.sum, offset)});
-    return a;
+// m: the maximum, times SCALE. Starts below every value, at no infinity: m - m is 0 even where all values are -inf.
+struct MaxSum { float m = LOWEST, sum = 0.f; };
+template <typename T> __device__ MaxSum merged(MaxSum a, MaxSum b) {
+    const float m = fmaxf(a.m, b.m);
+    return {m, a.sum * exponential<T>(a.m - m) + b.sum * exponential<T>(b.m - m)};
+}
+template <typename T, int N> __device__ MaxSum added(MaxSum a, const float (&x)[N]) {
+    float top = x[0], sum = 0.f;
+    UNROLL for (int i = 1; i < N; i++) top = fmaxf(top, x[i]);
+    top = fmaxf(a.m, top * SCALE<T>);
+    UNROLL for (int i = 0; i < N; i++) sum += exponential<T>(x[i] * SCALE<T> - top);
+    return {top, a.sum * exponential<T>(a.m - top) + sum};
 }
 
-// Over the threads of a row: part of a warp, a block, or the blocks of a cluster; in a fixed order.
-template <typename T> __device__ MaxSum row_reduce(MaxSum a, int cluster) {
-    __shared__ MaxSum of_warp[32], of_block[8];
+// The largest value of these lines; 16-bit ones are compared two at a time.
+template <typename T, int N> __device__ float largest(const uint4 (&lines)[N]) {
+    using Half = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    using Word = std::conditional_t<sizeof(T) == 4, float, Half>;
+    const Word* words = reinterpret_cast<const Word*>(lines);
+    Word top = words[0];
+    UNROLL for (int i = 1; i < 4 * N; i++)
+        if constexpr (sizeof(T) == 4) top = fmaxf(top, words[i]);
+        else top = __hmax2(top, words[i]);
+    if constexpr (sizeof(T) == 4) return top;
+    else return fmaxf(static_cast<float>(top.x), static_cast<float>(top.y));
+}
+
+// ---- reductions, in a fixed order ----------------------------------------------------------------------------------
+// Over `threads` threads of a warp, all of which get the result.
+template <typename T> __device__ MaxSum warp_reduce(MaxSum a, int threads = 32) {
+    float m = a.m;
+    for (int offset = threads / 2; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, offset));
+    float sum = a.sum * exponential<T>(a.m - m);
+    for (int offset = threads / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    return {m, sum};
+}
+// Over the threads of a row: part of a warp, or the whole block.
+template <typename T> __device__ MaxSum row_reduce(MaxSum a) {
+    __shared__ MaxSum of_warp[32];
     a = warp_reduce<T>(a, min(blockDim.x, 32));
     if (blockDim.x <= 32) return a;
     const int lane = threadIdx.x % 32;
     if (lane == 0) of_warp[threadIdx.x / 32] = a;
     __syncthreads();
-    a = warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : MaxSum(), 32);    // in every warp: no second barrier
-    if (cluster > 1) {
-        if (threadIdx.x < cluster) *in_block(&of_block[block_rank()], threadIdx.x) = a;
-        cluster_arrive(cluster);
-        cluster_wait(cluster);
-        a = of_block[0];
-        for (int i = 1; i < cluster; i++) a.merge<T>(of_block[i]);
-    }
-    return a;
+    return warp_reduce<T>(lane < blockDim.x / 32 ? of_warp[lane] : MaxSum());     // in every warp: no second barrier
 }
+
+// Clusters: blocks that run at once and can write to each other's shared memory. mbarriers count the bytes that arrive:
+// nobody waits for more than those. (A barrier of the cluster would wait for all that its blocks store in out.)
+#if __CUDA_ARCH__ >= 900
+__device__ uint32_t address(const void* shared) { return static_cast<uint32_t>(__cvta_generic_to_shared(shared)); }
+__device__ void expect(uint64_t* bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(address(bar)), "r"(bytes) : "memory");
+}
+__device__ void wait(uint64_t* bar, int parity) {   // until the phase of that parity has completed
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(address(bar)), "r"(parity) : "memory");
+}
+__device__ void send(MaxSum a, MaxSum* place, uint64_t* bar, int block) {    // to this place in another block
+    asm volatile("{ .reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 at, %1, %2;"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [to], {%3, %4}, [at]; }"
+                 :: "r"(address(place)), "r"(address(bar)), "r"(block), "f"(a.m), "f"(a.sum) : "memory");
+}
+#endif
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
-
+// blockDim.y rows a block. KEEP lines a thread are held in registers; KEEP == 0: none, each visit loads. ALIGNED: there
+// are no edges, which saves registers.
 template <typename T, int KEEP, bool ALIGNED> __global__ void __launch_bounds__(MAX_THREADS)
-softmax_rows(const T* __restrict__ x, T* __restrict__ out, long long n_rows, long long n_cols, long long row_stride,
-             int cluster) {
-    cluster_arrive(cluster);
-    const long long last = n_rows - 1, at = static_cast<long long>(blockIdx.x / cluster) * blockDim.y + threadIdx.y;
-    const long long row = at < last ? at : last;    // threads past the end repeat the last row: every warp is complete
-    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
-    const Row<T, KEEP, ALIGNED> mine(x + row * row_stride, n_cols, me, threads);
-    cluster_wait(cluster);                          // while the loads are under way: every block of the cluster runs
-
-    MaxSum local;
-    mine.visit([&](auto, const auto& v) { local.add<T>(v.x); });
-    const MaxSum total = row_reduce<T>(local, cluster);
-    const float scale = 1.f / total.sum;
-    T* out_row = out + row * n_cols;
-    mine.visit([&](auto column, const auto& v) {
-        constexpr int N = sizeof(v.x) / sizeof(T);
-        float y[N];
-        #pragma unroll
-        for (int i = 0; i < N; i++) y[i] = exponential<T>(static_cast<float>(v.x[i]) - total.m) * scale;
-        store<ALIGNED>(out_row + column, y);
+softmax_rows(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride) {
+    const i64 last = n_rows - 1, at = i64(blockIdx.x) * blockDim.y + threadIdx.y;
+    const i64 index = at < last ? at : last;        // threads past the end repeat the last row: every warp is complete
+    const Row<const T> row(x + index * row_stride, n_cols);
+    const Row<T> result(out + index * n_cols, n_cols);
+    const int me = threadIdx.x, threads = blockDim.x;
+    uint4 kept[KEEP > 0 ? KEEP : 1];
+    UNROLL for (int i = 0; i < KEEP; i++)                  // all loads are issued before the first is used
+        if (me + i * threads < row.n_lines) kept[i] = *row.line(me + i * threads);
+    const bool has_edge = !ALIGNED && me < row.edges;
+    const float edge[1] = {has_edge ? static_cast<float>(row.x[row.edge(me)]) : 0.f};
+    auto visit = [&](auto f) {                      // f(line, its values)
+        float y[LANES<T>];
+        UNROLL for (int i = 0; i < KEEP; i++)
+            if (me + i * threads < row.n_lines) unpack<T>(kept[i], y), f(me + i * threads, y);
+        for (int i = me; KEEP == 0 && i < row.n_lines; i += threads) unpack<T>(*row.line(i), y), f(i, y);
+    };
+    MaxSum total;
+    visit([&](int, const auto& values) { total = added<T>(total, values); });
+    if (has_edge) total = added<T>(total, edge);
+    total = row_reduce<T>(total);
+    const float factor = 1.f / total.sum;
+    auto share = [&](float value) { return exponential<T>(value * SCALE<T> - total.m) * factor; };
+    visit([&](int i, auto& values) {
+        UNROLL for (float& value : values) value = share(value);
+        *result.line(i) = packed<T>(values);
     });
+    if (has_edge) result.x[row.edge(me)] = static_cast<T>(share(edge[0]));
 }
 
-// Softmax over the middle axis of (outer, n, inner): a lane owns a column, the warps of a block and the blocks of a
-// cluster share its n values. 32 neighbouring columns fill whole 32-byte sectors. The second read is mostly from L2.
-template <typename T> __global__ void __launch_bounds__(32 * COL_WARPS)
-softmax_columns(const T* __restrict__ x, T* __restrict__ out, long long n, long long inner, int cluster) {
-    __shared__ MaxSum of_warp[COL_WARPS][32], of_block[8][32];
-    cluster_arrive(cluster);
-    const long long tiles = (inner + 31) / 32, tile = blockIdx.x / cluster;
-    const long long column = tile % tiles * 32 + threadIdx.x, base = tile / tiles * n * inner + column;
-    const long long step = static_cast<long long>(cluster) * blockDim.y;
-    const long long begin = column < inner ? blockIdx.x % cluster * blockDim.y + threadIdx.y : n;
+// A cluster a row, row after row. The values give way to their e^(x - this thread's maximum), so that each costs one
+// exponential; rounded to T, that is as exact as the result: it is rounded twice, or lost where the result would be.
+template <typename T>
+__global__ void __launch_bounds__(WIDE<T>)
+softmax_wide(const T* __restrict__ x, T* __restrict__ out, i64 n_rows, i64 n_cols, i64 row_stride, int cluster) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ uint4 arriving[];             // each thread its own: nothing to wait for but its own copies
+    __shared__ MaxSum parts[2][MAX_CLUSTER * WIDE_THREADS / 32];     // of every warp; by turns: those of a row may
+    __shared__ uint64_t bars[2];                                     // still be read when the next row's arrive
+    const int me = blockIdx.x % cluster * blockDim.x + threadIdx.x, threads = cluster * blockDim.x;
+    const int lane = threadIdx.x % 32, n_parts = threads / 32;
+    const i64 step = gridDim.x / cluster;
+    T next_edge;
+    auto fetch = [&](i64 index) {                   // after the last row: nothing
+        const Row<const T> row(x + index * row_stride, index < n_rows ? n_cols : 0);
+        UNROLL for (int i = 0; i < WIDE_VECS; i++)
+            if (me + i * threads < row.n_lines)
+                __pipeline_memcpy_async(arriving + i * blockDim.x + threadIdx.x, row.line(me + i * threads), 16);
+        if (me < row.edges) next_edge = row.x[row.edge(me)];
+    };
+    fetch(blockIdx.x / cluster);
+    if (threadIdx.x == 0)
+        for (uint64_t& bar : bars) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(address(&bar)) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            expect(&bar, n_parts * sizeof(MaxSum));
+        }
+    __cluster_barrier_arrive();                     // every block of the cluster runs, and is prepared
+    __cluster_barrier_wait();
+    int turn = 0, parity = 0;
+    for (i64 index = blockIdx.x / cluster; index < n_rows; index += step, turn ^= 1, parity ^= !turn) {
+        const Row<T> row(out + index * n_cols, n_cols);
+        uint4 kept[WIDE_VECS];
+        float y[LANES<T>], edge = me < row.edges ? static_cast<float>(next_edge) : -INFINITY;
+        __pipeline_commit(), __pipeline_wait_prior(0);
+        UNROLL for (float& value : y) value = -INFINITY;     // in the lines beyond the row's end
+        UNROLL for (int i = 0; i < WIDE_VECS; i++) {
+            kept[i] = packed<T>(y);
+            if (me + i * threads < row.n_lines) kept[i] = arriving[i * blockDim.x + threadIdx.x];
+        }
+        fetch(index + step);
+        MaxSum mine = {fmaxf(fmaxf(largest<T>(kept), edge) * SCALE<T>, LOWEST)};
+        mine.sum = edge = exponential<T>(edge * SCALE<T> - mine.m);
+        UNROLL for (uint4& line : kept) {
+            unpack<T>(line, y);
+            UNROLL for (float& value : y) mine.sum += value = exponential<T>(value * SCALE<T> - mine.m);
+            line = packed<T>(y);
+        }
+        const MaxSum of_warp = warp_reduce<T>(mine);
+        if (lane < cluster) send(of_warp, &parts[turn][me / 32], &bars[turn], lane);
+        wait(&bars[turn], parity);
+        if (threadIdx.x == 0) expect(&bars[turn], n_parts * sizeof(MaxSum));    // the row after the next one's
+        MaxSum total;
+        for (int i = lane; i < n_parts; i += 32) total = merged<T>(total, parts[turn][i]);
+        total = warp_reduce<T>(total);
+        const float factor = exponential<T>(mine.m - total.m) / total.sum;
+        UNROLL for (int i = 0; i < WIDE_VECS; i++) {
+            unpack<T>(kept[i], y);
+            UNROLL for (float& value : y) value *= factor;
+            if (me + i * threads < row.n_lines) *row.line(me + i * threads) = packed<T>(y);
+        }
+        if (me < row.edges) row.x[row.edge(me)] = static_cast<T>(edge * factor);
+    }
+#endif
+}
 
+// Softmax over the middle axis of (outer, n, inner): a lane owns a column, the warps of a block share its n values. 32
+// neighbouring columns fill whole 32-byte sectors. The second read is mostly from L2.
+template <typename T> __global__ void __launch_bounds__(32 * COL_WARPS)
+softmax_columns(const T* __restrict__ x, T* __restrict__ out, i64 n, i64 inner) {
+    __shared__ MaxSum of_warp[COL_WARPS][32];
+    const i64 tiles = (inner + 31) / 32, column = blockIdx.x % tiles * 32 + threadIdx.x;
+    const i64 base = blockIdx.x / tiles * n * inner + column, begin = column < inner ? threadIdx.y : n;
     MaxSum total;
     constexpr int BATCH = 8;                        // independent loads in flight a thread
-    for (long long r = begin; r < n; r += BATCH * step) {
+    for (i64 r = begin; r < n; r += BATCH * blockDim.y) {
         float e[BATCH];
-        #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            const long long at = r + i * step;
+        UNROLL for (int i = 0; i < BATCH; i++) {
+            const i64 at = r + i * blockDim.y;
             e[i] = at < n ? static_cast<float>(x[base + at * inner]) : -INFINITY;
         }
-        total.add<T>(e);
+        total = added<T>(total, e);
     }
     of_warp[threadIdx.y][threadIdx.x] = total;
     __syncthreads();
     total = of_warp[0][threadIdx.x];
-    for (int w = 1; w < blockDim.y; w++) total.merge<T>(of_warp[w][threadIdx.x]);
-    if (cluster > 1) {
-        cluster_wait(cluster);
-        if (threadIdx.y < cluster) *in_block(&of_block[block_rank()][threadIdx.x], threadIdx.y) = total;
-        cluster_arrive(cluster);
-        cluster_wait(cluster);
-        total = of_block[0][threadIdx.x];
-        for (int i = 1; i < cluster; i++) total.merge<T>(of_block[i][threadIdx.x]);
-    }
-    const float scale = 1.f / total.sum;
-    #pragma unroll 4
-    for (long long r = begin; r < n; r += step) {
-        const long long at = base + r * inner;
-        out[at] = static_cast<T>(exponential<T>(static_cast<float>(x[at]) - total.m) * scale);
+    for (int w = 1; w < blockDim.y; w++) total = merged<T>(total, of_warp[w][threadIdx.x]);
+    const float factor = 1.f / total.sum;
+    for (i64 r = begin; r < n; r += blockDim.y) {
+        const i64 at = base + r * inner;
+        out[at] = static_cast<T>(exponential<T>(static_cast<float>(x[at]) * SCALE<T> - total.m) * factor);
     }
 }
 
 // ---- launchers ------------------------------------------------------------------------------------------------------
-
-template <typename... P, typename... A>
-int launch(void (*kernel)(P...), long long blocks, dim3 threads, int cluster, int shared_bytes, cudaStream_t stream,
-           A... args) {
-    if (blocks * cluster > 0x7fffffff) return cudaErrorInvalidConfiguration;
-    if (shared_bytes > 0) {                         // beyond 48 KB only if asked for, and as many blocks as fit
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = 1, attribute.val.clusterDim.z = 1;
+template <typename T>
+int wide(const T* x, T* out, i64 n_rows, i64 n_cols, i64 row_stride, int cluster, cudaStream_t stream) {
+    const int warp = cluster * WIDE_VECS * 32, threads = (n_cols / LANES<T> + warp - 1) / warp * 32;
+    cudaLaunchAttribute attribute = {cudaLaunchAttributeClusterDimension};
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks * cluster), config.blockDim = threads, config.stream = stream;
-    config.dynamicSmemBytes = shared_bytes, config.attrs = &attribute, config.numAttrs = cluster > 1;
-    return cudaLaunchKernelEx(&config, kernel, args...);
-}
-
-template <typename T>
-int rows(const T* x, T* out, long long n_rows, long long n_cols, long long row_stride, cudaStream_t stream) {
-    const long long vectors = n_cols / LANES<T>;    // at most, in a row
-    const uintptr_t addresses = reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(out);
-    const bool aligned = (n_cols | row_stride) % LANES<T> == 0 && addresses % 16 == 0;
-    int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
-    while (threads < 32 && threads * VECS < vectors) threads *= 2;
-    while (threads < MAX_THREADS && threads * VECS < vectors) threads += 32;
-    const int down = threads <= 32 ? min(128, MAX_THREADS) / threads : 1;
-    auto fits = [&] { return vectors <= static_cast<long long>(cluster) * threads * VECS; };
-    auto shared_bytes = [&] { return (vectors + cluster * threads - 1) / (cluster * threads) * threads * 16; };
-    auto small = [&] { return SHARED_KB > 0 && shared_bytes() <= SHARED_KB * 1024 && n_rows * cluster >= FILL; };
-    while (cluster < CLUSTER_LIMIT && !fits() && !small()) cluster *= 2;
-
-    int device = 0, limit = 0;
-    cudaGetDevice(&device), cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    const bool shared = !fits() && SHARED_KB > 0 && shared_bytes() <= limit - 1024;       // 1 KB: of static arrays
-    auto kernel = shared ? softmax_rows<T, SHARED, false> : softmax_rows<T, 0, false>;
-    if (fits()) kernel = aligned ? softmax_rows<T, VECS, true> : softmax_rows<T, VECS, false>;
-    return launch(kernel, (n_rows + down - 1) / down, dim3(threads, down), cluster, shared ? shared_bytes() : 0, stream,
-                  x, out, n_rows, n_cols, row_stride, cluster);
-}
-
-template <typename T>
-int columns(const T* x, T* out, long long outer, long long n, long long inner, cudaStream_t stream) {
-    int warps = n < COL_WARPS ? n : COL_WARPS, cluster = 1;
-    while (cluster < CLUSTER_LIMIT && cluster < warps && n >= 16 * cluster * warps) cluster *= 2;
-    return launch(softmax_columns<T>, outer * ((inner + 31) / 32), dim3(32, warps), cluster, 0, stream,
-                  x, out, n, inner, cluster);
+    config.gridDim = dim3(cluster), config.blockDim = dim3(threads), config.dynamicSmemBytes = WIDE_VECS * 16 * threads;
+    config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
+    const void* kernel = reinterpret_cast<const void*>(softmax_wide<T>);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, config.dynamicSmemBytes);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    int at_once = 0;                                // clusters: no more than run at once, each walks down the rows
+    if (const int error = cudaOccupancyMaxActiveClusters(&at_once, kernel, &config)) return error;
+    config.gridDim = dim3(min(n_rows, i64(at_once)) * cluster);
+    return cudaLaunchKernelEx(&config, softmax_wide<T>, x, out, n_rows, n_cols, row_stride, cluster);
 }
 
 // x is (outer, n, inner), contiguous, or rows that are row_stride apart where inner is 1.
 template <typename T>
-int softmax(const T* x, T* out, long long outer, long long n, long long inner, long long row_stride,
-            cudaStream_t stream) {
-    return inner == 1 ? rows(x, out, outer, n, row_stride, stream) : columns(x, out, outer, n, inner, stream);
+int run(const void* from, void* to, i64 outer, i64 n, i64 inner, i64 row_stride, cudaStream_t stream) {
+    const T* x = (const T*)from;
+    T* out = (T*)to;
+    cudaLaunchConfig_t config = {};
+    config.stream = stream;
+    if (inner > 1) {
+        config.gridDim = dim3(outer * ((inner + 31) / 32)), config.blockDim = dim3(32, n < COL_WARPS ? n : COL_WARPS);
+        return cudaLaunchKernelEx(&config, softmax_columns<T>, x, out, n, inner);
+    }
+    const i64 lines = n / LANES<T>;                 // at most, in a row
+    const bool aligned = (n | row_stride) % LANES<T> == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+    int threads = aligned ? 4 : 16, cluster = 1;    // 16: one thread for each element outside the 16-byte boundaries
+    while (threads < 32 && threads * VECS < lines) threads *= 2;
+    while (threads < MAX_THREADS && threads * VECS < lines) threads += 32;
+    auto kernel = aligned ? softmax_rows<T, VECS, true> : softmax_rows<T, VECS, false>;
+    if (threads * VECS < lines) {
+        auto fits = [&] { return cluster * WIDE_VECS * WIDE<T> >= lines; };
+        while (cluster < MAX_CLUSTER && (!fits() || outer * cluster < FILL)) cluster++;
+        if (__CUDA_ARCH_LIST__ >= 900 && fits()) return wide(x, out, outer, n, row_stride, cluster, stream);
+        kernel = softmax_rows<T, 0, false>;
+    }
+    const int down = threads <= 32 ? min(128, MAX_THREADS) / threads : 1;
+    config.gridDim = dim3((outer + down - 1) / down), config.blockDim = dim3(threads, down);
+    return cudaLaunchKernelEx(&config, kernel, x, out, outer, n, row_stride);
 }
 
-extern "C" int softmax_f16(const __half* x /* strided */, __half* out, long long outer, long long n, long long inner,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, outer, n, inner, row_stride, stream);
-}
-extern "C" int softmax_bf16(const __nv_bfloat16* x /* strided */, __nv_bfloat16* out, long long outer, long long n,
-                            long long inner, long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, outer, n, inner, row_stride, stream);
-}
-extern "C" int softmax_f32(const float* x /* strided */, float* out, long long outer, long long n, long long inner,
-                           long long row_stride, cudaStream_t stream) {
-    return softmax(x, out, outer, n, inner, row_stride, stream);
+extern "C" int softmax(const void* x /* strided */, void* out, int dtype, i64 outer, i64 n, i64 inner, i64 row_stride,
+                       cudaStream_t stream) {
+    const auto of_type = dtype == 0 ? run<__half> : dtype == 1 ? run<__nv_bfloat16> : run<float>;
+    return of_type(x, out, outer, n, inner, row_stride, stream);
 }
 """
-
-SUFFIX = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 @lru_cache(maxsize=1)
@@ -346,5 +345,7 @@ def kernel_fn(x, dim=-1):
         x = x.reshape(outer, n)  # a view where one stride leads from row to row
     if inner > 1 or x.stride(1) != 1:
         x = x.contiguous()
-    getattr(compiled(), f"softmax_{SUFFIX[x.dtype]}")(x, out, outer, n, inner, x.stride(0))
+    elif (x.stride(0) - n) * x.element_size() % 16 or (x.data_ptr() - out.data_ptr()) % 16:
+        x = x.clone(memory_format=torch.contiguous_format)  # or its rows would straddle other 16-byte lines than out's
+    compiled().softmax(x, out, DTYPES[x.dtype], outer, n, inner, x.stride(0))
     return out

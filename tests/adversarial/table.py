@@ -1,7 +1,8 @@
 """Print the whole zoo, judged: one line per file, the counts, exit status 0 only if all came out as they must.
 
     python tests/adversarial/table.py                 # what this machine can run
-    python tests/adversarial/table.py --jobs 6        # several at once; on a GPU only the timing takes turns
+    python tests/adversarial/table.py --jobs 3        # several at once; on a GPU only the timing takes turns, and each
+                                                      # judge takes up to 40 GB of its memory
     python tests/adversarial/table.py a05 legal       # files whose name contains one of these
 """
 
