@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from autokernel import profiling, sites
 from autokernel.apply import Applied, CallFault, Choice, Kernel, Kernels, Route, VerifyError, mapped
@@ -561,7 +560,7 @@ def _ranged(label: str, kernel: Kernel) -> Callable:
     function = kernel.function
 
     def call(**arguments: Any) -> torch.Tensor:
-        with record_function(profiling.RANGE + label):
+        with profiling.linked(label):
             return function(**arguments)
 
     return call

@@ -81,6 +81,9 @@ def gpu_trace():
             event("cuda_runtime", "cudaMemcpyAsync", start + 210, 5, correlation=first + 3),
             event("gpu_memcpy", "Memcpy HtoD", start + 840, 4, tid=91, correlation=first + 3),
             event("gpu_memset", "Memset", start + 850, 2, tid=90, **{"External id": first + 5}),
+            event("cpu_op", f"{RANGE}site 0", start + 260, 50, **{"External id": first + 6}),
+            event("cuda_driver", "cuLaunchKernelEx", start + 312, 3, correlation=first + 7),  # by that clock too late
+            event("kernel", "ours", start + 860, 7, tid=90, correlation=first + 7, **{"External id": first + 6}),
             {"ph": "f", "cat": "ac2g", "name": "ac2g", "ts": start, "pid": 7, "tid": 90},
         ]
     return events
@@ -88,13 +91,14 @@ def gpu_trace():
 
 def test_each_kernel_is_counted_once_for_one_forward():
     found = attribute(gpu_trace(), on_gpu=True)
-    assert {k: a.us for k, a in found.items()} == {"0.1": 70.0, "0.2": 30.0, "outside aten::copy_ [[3, 4]]": 6.0}
+    assert {k: a.us for k, a in found.items()} == {
+        "0.1": 70.0, "0.2": 30.0, "outside aten::copy_ [[3, 4]]": 6.0, "site 0": 7.0}  # fmt: skip
     assert found["0.1"].launches == 2 and dict(found["0.1"].kernels) == {"gemm": 60.5, "splitKreduce": 9.5}
 
 
 def test_on_a_cpu_the_outermost_operators_count():
     found = attribute([e for e in gpu_trace() if e["tid"] == 1], on_gpu=False)
-    assert {k: a.us for k, a in found.items()} == {"0.1": 90.0, "outside aten::copy_ [[3, 4]]": 50.0}
+    assert {k: a.us for k, a in found.items()} == {"0.1": 90.0, "outside aten::copy_ [[3, 4]]": 50.0, "site 0": 50.0}
 
 
 # ---- from a model to targets ----------------------------------------------------------------------------------------
