@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 
 sys.path.append(sys.path.pop(0))  # this folder last: no file in it stands in for a library
-sys.dont_write_bytecode = True
+sys.dont_write_bytecode = True  # keep_bytecode finds a place, later
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
@@ -32,7 +32,7 @@ for place in ("__pycache__", "autokernel/**/__pycache__"):  # compiled code is n
 from autokernel.cli import Parser  # noqa: E402
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.paths import best_kernel, repo_root, workspace  # noqa: E402
-from autokernel.process import age, launcher, wanted  # noqa: E402
+from autokernel.process import age, keep_bytecode, launcher, wanted  # noqa: E402
 from autokernel.scale import ScaleError, cores_each, gpu_ids, places  # noqa: E402
 from autokernel.space import SpaceError, ahead_of_sweep  # noqa: E402
 
@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    keep_bytecode()
     args.best = args.best or best_kernel(args.kernel)
     try:
         harness = required(args.allow_dirty_harness)

@@ -24,13 +24,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from autokernel.paths import cache_dir, workspace
+from autokernel.paths import cache_dir, repo_root, workspace
 
 SCRIPT = Path(__file__).with_name("child.py")
 KEPT_VARIABLES = (
     "PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "CUTLASS_PATH",
     "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS", "CC", "CXX",
 )  # fmt: skip
+
+
+def keep_bytecode() -> None:
+    """Have Python keep what it compiles of the libraries in our cache: PyTorch without bytecode takes seconds more.
+
+    An installation may come without any and may not be written to, and bench.py writes nothing outside its folders. Of
+    our own modules none is kept: what runs is what git and a reader see.
+    """
+    sys.pycache_prefix, sys.dont_write_bytecode = str(cache_dir() / "bytecode"), False
+    ours = Path(f"{sys.pycache_prefix}{repo_root()}")
+    shutil.rmtree(ours / "autokernel", ignore_errors=True)
+    for compiled in ours.glob("*.pyc"):
+        compiled.unlink(missing_ok=True)
 
 
 class Child:
@@ -43,12 +56,13 @@ class Child:
         self.memory = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)  # no path: nobody else opens it
         environment = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
         environment |= {"HOME": str(self.folder), "TMPDIR": str(self.folder)}
+        known = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
         _adopt_orphans()
         self.sock, theirs = socket.socketpair()
         with theirs, open(self.log, "wb") as log, Child.counting:
             self.said = open(self.log, "rb")  # now: later its name may be a pipe's that nobody writes to
             self.process = subprocess.Popen(
-                [*under, sys.executable, "-I", "-B", str(SCRIPT), str(theirs.fileno()), str(self.memory)],
+                [*under, sys.executable, "-I", "-B", *known, str(SCRIPT), str(theirs.fileno()), str(self.memory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

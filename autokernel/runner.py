@@ -95,6 +95,8 @@ def serve(sock: socket.socket, memory: int, box: list):
             answer = handlers[request["do"]](self, request)
             if isinstance(answer, GeneratorType):
                 answer = yield from answer
+        except GeneratorExit:  # a step between the calls failed: the process ends, and says of what
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, the judge hears of it
             self.kept.append(error)
             answer = {"error": said_by(error)}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 sys.path.append(sys.path.pop(0))  # the repository last: no file in it stands in for a library
-sys.dont_write_bytecode = True
+sys.dont_write_bytecode = True  # keep_bytecode finds a place, later
 
 import argparse  # noqa: E402
 import json  # noqa: E402
@@ -32,7 +32,7 @@ from autokernel.cli import Parser  # noqa: E402
 from autokernel.integrity import HarnessChanged, required  # noqa: E402
 from autokernel.kernelbench import LEVELS, ProblemError, active_problem, load_problem, note, planned  # noqa: E402
 from autokernel.paths import repo_root, workspace  # noqa: E402
-from autokernel.process import age, launcher, wanted  # noqa: E402
+from autokernel.process import age, keep_bytecode, launcher, wanted  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    keep_bytecode()
     try:
         if (args.level is None) != (args.problem is None):
             raise ProblemError("--level and --problem go together, e.g. --level 1 --problem 19")

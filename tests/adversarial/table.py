@@ -57,14 +57,13 @@ def _gpu_present() -> bool:
 
 def _examined(chosen: list[Specimen], args: argparse.Namespace):
     zoo.FRESH = args.fresh
-    if args.jobs == 1:
-        yield from map(_one, chosen)
-        close_baselines()
-        return
     # the slow ones first; an ended worker's children end with it
     slow = sorted(chosen, key=lambda s: -s.options.get("timeout", 0) - 30 * (s.via == "bench"))
-    with multiprocessing.get_context("spawn").Pool(args.jobs, _fresh, (args.fresh,)) as pool:
-        yield from pool.imap_unordered(_one, slow)
+    if args.jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(args.jobs, _fresh, (args.fresh,)) as pool:
+            yield from pool.imap_unordered(_one, [s for s in slow if not s.alone])
+    yield from map(_one, [s for s in slow if args.jobs == 1 or s.alone])
+    close_baselines()
 
 
 def _fresh(yes: bool) -> None:

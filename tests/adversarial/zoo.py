@@ -9,6 +9,7 @@ tries to win. Its constants say what must become of it:
     VIA = "bench"            run bench.py as a command, not the judge in this process
     RUNS = 2                 judge it so many times; the last outcome counts
     VENDOR = True            what `vendor_library` must say
+    ALONE = True             nothing else can be judged on the GPU meanwhile
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Specimen:
     via: str = ""
     runs: int = 1
     vendor: bool | None = None
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -65,14 +67,14 @@ class Specimen:
             n.targets[0].id: ast.literal_eval(n.value)
             for n in tree.body
             if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and n.targets[0].id.isupper()
-            and n.targets[0].id in ("EXPECT", "NEEDS", "OPTIONS", "VIA", "RUNS", "VENDOR")
+            and n.targets[0].id in ("EXPECT", "NEEDS", "OPTIONS", "VIA", "RUNS", "VENDOR", "ALONE")
         }  # fmt: skip
         legal = path.parent.name == "legal"
         expect = values.get("EXPECT", "PASS" if legal else "FAIL")
         title = (ast.get_docstring(tree) or "").splitlines()[0]
         return cls(
             path, legal, title, tuple(expect.split("|")), values.get("NEEDS", ""), values.get("OPTIONS", {}),
-            values.get("VIA", ""), values.get("RUNS", 1), values.get("VENDOR"),
+            values.get("VIA", ""), values.get("RUNS", 1), values.get("VENDOR"), values.get("ALONE", False),
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ KERNEL_TYPE = "softmax"
 BACKEND = "triton"
 NEEDS = "gpu"
 EXPECT = "CRASH|FAIL"
+ALONE = True
 hoard = []
 
 
