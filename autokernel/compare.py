@@ -126,10 +126,17 @@ def _rms_finite(ref: torch.Tensor, dtype: torch.dtype) -> float:
     """Root mean square over the elements that are finite in `dtype`."""
     total, count = 0.0, 0
     for chunk in ref.flatten().split(_CHUNK):
-        kept = chunk[chunk.abs() <= torch.finfo(dtype).max]
-        total += kept.square().sum().item()
+        square = _square(chunk)
+        # this finite sum bounds each element; only another one is looked into
+        kept = chunk if square < torch.finfo(dtype).max ** 2 else chunk[chunk.abs() <= torch.finfo(dtype).max]
+        total += square if kept is chunk else _square(kept)
         count += kept.numel()
     return math.sqrt(total / count) if count else 0.0
+
+
+def _square(values: torch.Tensor) -> float:
+    """The sum of squares, in one pass."""
+    return torch.linalg.vector_norm(values).item() ** 2 if values.numel() else 0.0
 
 
 def _errors(out: torch.Tensor, ref: torch.Tensor, scale: float, tolerance: float) -> _Errors:
@@ -143,28 +150,39 @@ def _errors(out: torch.Tensor, ref: torch.Tensor, scale: float, tolerance: float
     outside = wrong = 0
     worst, worst_at, total, start = -1.0, 0, 0.0, 0
     for got, want in zip(out.reshape(-1, last).split(rows), ref.reshape(-1, last).split(rows), strict=True):
-        got = got.double()
-        expected = want.to(out.dtype).double()
-        finite, got_finite = torch.isfinite(expected), torch.isfinite(got)
-        # at the format's largest value an honest result may round to either side
-        brink = ((want.abs() / info.max - 1).abs() < 4 * tolerance) & (got.abs() > info.max * (1 - 4 * tolerance))
-        brink &= torch.sign(got) == torch.sign(want)
-        same = (got == expected) | (got.isnan() & expected.isnan()) | brink
-        wrong += int(((finite != got_finite) | ~finite).logical_and_(~same).sum())
-        both = finite & got_finite & ~brink
-        error, size = torch.where(both, (got - want).abs(), 0.0), torch.where(both, want.abs(), 0.0)
-        total += error.square().sum().item()
-        size += size.square().mean(-1, keepdim=True).sqrt_().clamp_min_(scale)
+        error, size = (want - got).abs_(), want.abs()  # in float64, both
+        square = _square(error)
+        # finite where all of both is; and far from the format's largest value nothing was rounded to infinity
+        if not (math.isfinite(square) and (not size.numel() or size.max().item() < info.max * (1 - 8 * tolerance))):
+            both, bad = _comparable(got.double(), want, info, tolerance)
+            wrong += bad
+            error, size = torch.where(both, error, 0.0), torch.where(both, size, 0.0)
+            square = _square(error)
+        total += square
+        row = torch.linalg.vector_norm(size, dim=-1, keepdim=True).div_(math.sqrt(last)).clamp_min_(scale)
         # a subnormal step is all that the dtype can resolve next to zero
-        scaled = (error - info.smallest_normal * info.eps).clamp_min_(0) / size.clamp_min_(1e-300)
-        outside += int((~(scaled <= tolerance)).sum())
+        scaled = error.sub_(info.smallest_normal * info.eps).clamp_min_(0).div_(size.add_(row).clamp_min_(1e-300))
         if scaled.numel():
             top, at = scaled.flatten().max(0)
+            if not top.item() <= tolerance:
+                outside += int((~(scaled <= tolerance)).sum())
             if top.item() > worst:
                 worst, worst_at = top.item(), start + int(at)
         start += got.numel()
     rms = math.sqrt(total / max(ref.numel(), 1))
     return _Errors(outside, worst_at, max(worst, 0.0), rms / scale if scale else rms, wrong)
+
+
+def _comparable(got: torch.Tensor, want: torch.Tensor, info: torch.finfo, tolerance: float) -> tuple[torch.Tensor, int]:
+    """Where the difference of two float64 tensors counts, and how many values are non-finite on one side alone."""
+    expected = want.to(getattr(torch, info.dtype)).double()
+    finite, got_finite = torch.isfinite(expected), torch.isfinite(got)
+    # at the format's largest value an honest result may round to either side
+    brink = ((want.abs() / info.max - 1).abs() < 4 * tolerance) & (got.abs() > info.max * (1 - 4 * tolerance))
+    brink &= torch.sign(got) == torch.sign(want)
+    same = (got == expected) | (got.isnan() & expected.isnan()) | brink
+    wrong = int(((finite != got_finite) | ~finite).logical_and_(~same).sum())
+    return finite & got_finite & ~brink, wrong
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -64,9 +64,9 @@ def measure(backend: str, op: str, out: Path, without: list[str]) -> None:
     path = f"kernels/{'cuda/' if backend == 'cuda' else ''}{op}.py"
     sizes = ["--sizes", ",".join(RATIOS[op]), "--best", path]
     with tempfile.TemporaryDirectory() as cache:
-        calibration = cache_dir() / "calibration"
-        if calibration.is_dir():  # the GPU's ceilings are measured once, not in every cold run
-            (Path(cache) / "calibration").symlink_to(calibration)
+        for kept in ("calibration", "bytecode"):  # once a machine, not in every cold run: its ceilings, its libraries
+            (cache_dir() / kept).mkdir(parents=True, exist_ok=True)
+            (Path(cache) / kept).symlink_to(cache_dir() / kept)
         for part, options in {"cold": [], "warm": [], "bars": sizes}.items():
             if part in without:
                 continue
