@@ -365,6 +365,7 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
         "launch_us": timing.launch_seconds * 1e6,
         "repetitions": len(timing.samples["candidate"].device),
         "wall_us": {n: round(statistics.median(sample.wall) * 1e6, 1) for n, sample in timing.samples.items()},
+        "outside_us": {n: [round(s * 1e6, 1) for s in sample.outside] for n, sample in timing.samples.items()},
         "device_us": {n: [round(s * 1e6, 3) for s in sample.device] for n, sample in timing.samples.items()},
     }
     for name in ("pct_peak_compute", "pct_peak_bandwidth", "pct_measured_compute", "pct_measured_bandwidth"):

@@ -27,7 +27,8 @@ TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
 ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against PyTorch's output
 FLOOR_SLACK = 0.90  # a time below this share of the physical floor is impossible
 CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's child: contexts take turns on the GPU, and
-# on an H200 honest kernels were seen at -250 to +220 us
+# on an H200 medians of honest kernels were seen at -250 to +420 us
+AFTER_SLACK_S = 40e-6  # a process with more streams is synchronised later: 23 us were seen with a CUDA graph on an H200
 CPU_CLOCK_SLACK_S, CPU_AFTER_SLACK_S = 3e-3, 200e-6
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
 OUTSIDE = "that the child's does not: work outside the timed window"
@@ -47,9 +48,19 @@ class Sample:
     peak_bytes: int = 0
 
     @property
-    def overhead(self) -> list[float]:
-        """What the judge's clock saw beside the child's, call by call."""
-        return [w - d for w, d in zip(self.wall, self.device, strict=True)]
+    def outside(self) -> list[float]:
+        """What the judge's clock saw beside the intervals that the child tells of, call by call."""
+        inside = zip(self.before, self.flush, self.device, self.after, strict=True)
+        return [wall - sum(told) for wall, told in zip(self.wall, inside, strict=True)]
+
+    def quiet(self, interval: list[float]) -> float:
+        """The lower quartile of an interval in those calls whose times make the result, the quicker half.
+
+        Work that each of them hides moves it, a busy host or a late switch between processes does not.
+        """
+        quick = statistics.median(self.device)
+        found = sorted(i for i, device in zip(interval, self.device, strict=True) if device <= quick)
+        return found[len(found) // 4]
 
     def add(self, reply: dict) -> None:
         self.before.append(reply["before_s"])
@@ -116,7 +127,7 @@ class Timing:
     @property
     def clock_gap(self) -> float:
         """Seconds that the judge's clock sees beside the candidate's own, more than beside PyTorch's."""
-        ours, theirs = (statistics.median(self.samples[name].overhead) for name in ("candidate", "baseline"))
+        ours, theirs = (self.samples[name].quiet(self.samples[name].outside) for name in ("candidate", "baseline"))
         return ours - theirs
 
     @property
@@ -290,8 +301,8 @@ def below_floor(bench: Bench, timing: Timing, gpu: GpuSpec | None, calibration: 
 def _hidden_on_gpu(timing: Timing) -> str:
     """Work beside the two events. Both children do the same there, so PyTorch's child says what it should take."""
     ours, theirs = timing.samples["candidate"], timing.samples["baseline"]
-    late = statistics.median(ours.after) - statistics.median(theirs.after)
-    if late > 10e-6 + 0.1 * timing.seconds():
+    late = ours.quiet(ours.after) - theirs.quiet(theirs.after)
+    if late > AFTER_SLACK_S + 0.1 * timing.seconds():
         return f"{late * 1e6:.0f} us of work ran after the call's end event: join your streams"
     # before the start event: the wait, in which the inputs are not known yet, and the flush, which fills the memory
     # bus, so that work on another stream shows in its time
@@ -311,7 +322,7 @@ def _hidden_on_cpu(timing: Timing) -> str:
     late = min(ours.after) - max(theirs.after)
     if late > CPU_AFTER_SLACK_S + 0.1 * timing.seconds():
         return f"{late * 1e6:.0f} us of work ran after the call had returned"
-    extra = min(ours.overhead) - max(theirs.overhead)
+    extra = min(ours.outside) - max(theirs.outside)
     if extra > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
         return f"the judge's clock sees {extra * 1e3:.1f} ms {OUTSIDE}"
     return ""
