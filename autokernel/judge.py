@@ -148,6 +148,7 @@ class Bench:
 
     def worker(self, cache: Path, cases: list[Case], under: tuple[str, ...] = ()) -> Worker:
         """A child with room for the largest of the cases."""
+        assert self.launcher is not None  # a bench without one only draws and compares
         size = max(self.layout(case).total for case in cases)
         return Worker(self.launcher.take(under), self.device, cache, size)
 

@@ -77,9 +77,9 @@ def _remembering(function: ast.FunctionDef, containers: set[str]) -> Iterator[tu
     for node in ast.walk(function):
         if isinstance(node, ast.Global):
             yield node.lineno, f"kernel_fn assigns the global {', '.join(node.names)}"
-        stored = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-        if stored and isinstance(node.value, ast.Name) and node.value.id in containers:
-            yield node.lineno, f"kernel_fn stores into the module's {node.value.id}"
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in containers:
+                yield node.lineno, f"kernel_fn stores into the module's {node.value.id}"
 
 
 # ---- vendor libraries -----------------------------------------------------------------------------------------------

@@ -344,6 +344,7 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
     spec = device.spec if device else None
     roof = gpu.roofline(timing.flops, timing.bytes, seconds, case.dtype, spec, calibration, bench.allow_tf32)
     pytorch, best = timing.speedup_over("baseline"), timing.speedup_over("best")
+    assert pytorch is not None  # PyTorch is timed in every run
     input_bytes = bench.layout(case).input_bytes
     values = {
         "size": case.name,
@@ -383,7 +384,8 @@ def size_values(bench: Bench, timing: Timing, device: gpu.Device | None, calibra
 def _compiled_path(bench: Bench, case: Case) -> Path:
     """Where the cached comparison of torch.compile with eager PyTorch lies: one file per shape, device and version."""
     tensors = [str(t) for t in bench.spec.tensors(case).values()]
-    device = gpu.detect().key if bench.on_gpu else "cpu"
+    found = gpu.detect() if bench.on_gpu else None
+    device = found.key if found else "cpu"
     key = "|".join([bench.spec.name, device, torch.__version__, str(dict(case.scalars)), *tensors])
     return cache_dir() / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 

@@ -222,7 +222,7 @@ class Worker:
         judged = random.SystemRandom().randrange(1, LAUNCHES)
         value = self._ask_about(layout, scalars, timeout, "launch", seed=seed, judged=judged).get("host_s")
         self.taken = [output.clone() for output in self._arena_outputs(layout)]
-        return float(value) if type(value) in (int, float) and 0 <= value < 1e6 else math.nan
+        return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e6 else math.nan
 
     def replaced(self) -> list[str]:
         """Functions of Python, PyTorch or the runner that the kernel replaced."""
@@ -375,7 +375,7 @@ class Worker:
 
     def close(self) -> None:
         self.child.close()
-        self.arena, self.taken = None, []
+        self.arena, self.taken = torch.empty(0, dtype=torch.uint8), []
 
 
 def _reported(error: Any) -> WorkerFailure:
@@ -418,10 +418,12 @@ def malformed(reply: Mapping[str, Any]) -> str:
     """Why a reply to `call` has not the form that the child sends; "" if it has. It came from where the kernel ran."""
     for name in ("before_s", "flush_s", "device_s", "after_s", "host_s"):
         value = reply.get(name)
-        if type(value) not in (int, float) or not 0 <= value < 1e6 or (name == "device_s" and value == 0):
+        if not isinstance(value, (int, float)) or type(value) is bool or not 0 <= value < 1e6:
             return f"{name} = {str(value)[:40]}"
-    kinds = {"type": str, "dtype": str, "layout": str, "device": str, "shape": list, "attributes": list}
-    kinds |= {"aliases_input": bool, "aliases_previous": bool, "requires_grad": bool}
+        if name == "device_s" and value == 0:
+            return f"{name} = {str(value)[:40]}"
+    kinds: dict[str, type] = {"type": str, "dtype": str, "layout": str, "device": str, "shape": list}
+    kinds |= {"attributes": list, "aliases_input": bool, "aliases_previous": bool, "requires_grad": bool}
     outs = reply.get("outs")
     if not isinstance(outs, list) or not all(isinstance(o, dict) and isinstance(o.get("type"), str) for o in outs):
         return "no description of the output"
