@@ -118,7 +118,7 @@ def shown(v: dict[str, Any]) -> str:
             text += f" (PyTorch in {v['dtype']}: {number(v[f'{key}_pytorch'])})"
         lines += tables.wrapped(f"{key + ':':<19} {text}", 20)
     for r in v.get("outputs", ()):
-        lines += tables.wrapped(f"{'output ' + r['output'] + ':':<19} rms error {r['rms_error']:.2e} (PyTorch "
+        lines += tables.wrapped(f"{r['output'] + ':':<19} rms error {r['rms_error']:.2e} (PyTorch "
                                 f"{r['rms_error_pytorch']:.2e}), largest {r['max_error']:.2e} "
                                 f"({r['max_error_pytorch']:.2e})", 20)  # fmt: skip
     lines += ["", *kernels(v["rows"], number)] + (["", *modes(v["modes"], number)] if v.get("modes") else [])

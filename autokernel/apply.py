@@ -36,6 +36,7 @@ from autokernel.sites import Site
 from autokernel.source import BACKENDS, KernelError, KernelSource, read_kernel
 from autokernel.targets import TargetError, read_target
 
+UNSERVED = "no kernel for inputs of this shape"
 UNSERVED_SHAPES = 8  # so many input shapes without a kernel are looked into; others go to the original unseen
 STARTERS = {"triton": "kernels", "cuda": "kernels/cuda"}
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -301,7 +302,7 @@ class Applied:
             return self.capture.again(*args, **kwargs)
         if not why and known is None and list(self._signatures.values()).count(False) < UNSERVED_SHAPES:
             return self._first(signature, args, kwargs)
-        self.originals[why or "no kernel for inputs of this shape"] += 1
+        self.originals[why or UNSERVED] += 1
         return self.original(*args, **kwargs)
 
     def _first(self, signature: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -314,6 +315,8 @@ class Applied:
         finally:
             self._watched = None
         self._signatures[signature] = any(self.modules[g].served for g, _, _ in watched)
+        if not self._signatures[signature]:
+            self.originals[UNSERVED] += 1
         once = len(watched) == 1 and sum(g.calls for g in self.capture.graphs) == calls + 1
         if once and self._signatures[signature] and before == _identities(self.model):
             with contextlib.suppress(_NotDirect):

@@ -21,9 +21,9 @@ _CHUNK = 1 << 24
 
 
 class Snapshot:
-    """What a forward pass may change of a model: attributes, containers, tensors; parameters by checksum."""
+    """What a forward pass may change: a model's attributes, containers, tensors, parameters by checksum; its inputs."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, inputs: Any = ()):
         self.model = model
         owners = [m.__dict__ for m in model.modules()] + [t.__dict__ for t in (*model.parameters(), *model.buffers())]
         held = [v for owner in owners for v in owner.values()]
@@ -31,7 +31,9 @@ class Snapshot:
         self.containers += [(v, copy.copy(v)) for v in held if isinstance(v, (dict, list, set))]
         self.buffers = {n: (t, t.detach().clone()) for n, t in model.named_buffers()}
         loose = {f"attribute {i}": (t, t.detach().clone()) for i, t in enumerate(held) if isinstance(t, torch.Tensor)}
-        self.tensors = {**self.buffers, **loose}
+        self.inputs = {f"input {n}": (t, t.detach().clone()) for n, t in named(inputs)}
+        self.containers += _containers(inputs, set())
+        self.tensors = {**self.buffers, **loose, **self.inputs}
         self.sums = {n: _checksum(p) for n, p in model.named_parameters()}
 
     def restore(self) -> None:
@@ -42,13 +44,27 @@ class Snapshot:
             tensor.copy_(content)
 
     def written(self) -> list[str]:
-        """Buffers that are not what they were."""
+        """Buffers that are not what they were, and inputs."""
         now = dict(self.model.named_buffers())
-        return [n for n, (t, saved) in self.buffers.items() if now[n] is not t or not same_bits(t, saved)]
+        buffers = [n for n, (t, saved) in self.buffers.items() if now[n] is not t or not same_bits(t, saved)]
+        return [f"buffer {n}" for n in buffers] + [n for n, (t, saved) in self.inputs.items() if not same_bits(t, saved)]
 
     def damaged(self) -> list[str]:
         """Parameters that are not what they were: nothing but a kernel writes there."""
         return [n for n, p in self.model.named_parameters() if _checksum(p) != self.sums[n]]
+
+
+def _containers(given: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """Lists, dicts and objects in what a model is given (a cache that grows), each with a copy."""
+    if id(given) in seen or isinstance(given, (torch.Tensor, torch.nn.Module)):
+        return
+    seen.add(id(given))
+    held = given if isinstance(given, (list, dict)) or callable(given) else getattr(given, "__dict__", given)
+    if isinstance(held, (list, dict)):
+        yield held, copy.copy(held)
+    if isinstance(held, (list, tuple, dict)):
+        for value in held.values() if isinstance(held, dict) else held:
+            yield from _containers(value, seen)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -119,14 +135,15 @@ class Oracle:
         rows, faults = [], []
         for name, original in self.original.items():
             out, theirs, ref = outputs.get(name), self.theirs[name], self.reference[name]
+            shown = name if name.startswith(("buffer ", "input ", "output")) else f"output {name}"
             if out is None or (out.shape, out.dtype) != (original.shape, original.dtype):
                 got = "missing" if out is None else f"{out.dtype} {list(out.shape)}"
-                faults.append(f"{name} is {got}, expected {original.dtype} {list(original.shape)}")
+                faults.append(f"{shown} is {got}, expected {original.dtype} {list(original.shape)}")
                 continue
             ours = difference(out, ref, original)
-            rows.append({"output": name, "rms_error": ours.rms, "rms_error_pytorch": theirs.rms,
+            rows.append({"output": shown, "rms_error": ours.rms, "rms_error_pytorch": theirs.rms,
                          "max_error": ours.largest, "max_error_pytorch": theirs.largest})  # fmt: skip
-            faults += [f"{name}: {fault}"] if (fault := self._fault(out, ref, ours, theirs)) else []
+            faults += [f"{shown}: {fault}"] if (fault := self._fault(out, ref, ours, theirs)) else []
         return "; ".join(faults), rows
 
     def _fault(self, out, ref, ours: Difference, theirs: Difference) -> str:

@@ -26,7 +26,7 @@ class KernelSource:
     """A kernel file, read once as bytes: what is judged is exactly this, whatever happens to the file meanwhile."""
 
     path: Path
-    data: bytes
+    data: bytes = field(repr=False)
     kernel_type: str
     backend: str
     parameters: tuple[str, ...]

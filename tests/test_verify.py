@@ -657,3 +657,45 @@ def test_the_starters_in_a_small_llama(tmp_path):
     assert values["correct"] and all(r["used"] for r in values["rows"]) and values["top1_agreement"] == 1
     operators = {"rmsnorm", "matmul", "rotary_embedding", "flash_attention", "fused_mlp"}
     assert {r["op"] for r in values["rows"]} == operators
+
+
+IN_PLACE = """
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(32, 32)
+    def forward(self, x):
+        x.add_(1)
+        return self.line(x)
+class Grows(InPlace):
+    def forward(self, x, cache):
+        cache.append(self.line(x))
+        return sum(cache)
+class Branches(InPlace):
+    def forward(self, x):
+        y = self.line(x)
+        return y if x.dtype == torch.float32 else -y
+"""
+
+
+@pytest.mark.parametrize("name", ["InPlace", "Grows"])
+def test_what_a_call_does_to_its_inputs_is_undone_and_compared(starters, tmp_path, name):
+    (tmp_path / "model.py").write_text("import torch\nfrom torch import nn\n" + IN_PLACE)
+    x, cache = torch.randn(8, 32), [torch.ones(8, 32)]
+    before, kwargs = x.clone(), {"cache": cache} if name == "Grows" else {}
+    loaded = Loaded(script_model(tmp_path, name), name, (x,), kwargs)
+    values = verification.Verification(loaded, starters(), verification.Options(compiled=False), print).run()
+    assert values["correct"] and torch.equal(x, before) and len(cache) == 1 and not values["notes"]
+    assert ("input 0.0" in {r["output"] for r in values["outputs"]}) is (name == "InPlace")
+
+
+def test_a_reference_that_computes_something_else_is_none(starters, tmp_path):
+    (tmp_path / "model.py").write_text("import torch\nfrom torch import nn\n" + IN_PLACE)
+    for options in (verification.Options(compiled=False), verification.Options(compiled=False, atol=1e-4, rtol=1e-4)):
+        loaded = Loaded(script_model(tmp_path, "Branches"), "Branches", (torch.randn(8, 32),))
+        judged = verification.Verification(loaded, starters(), options, print)
+        if options.atol is None:
+            with pytest.raises(apply.VerifyError, match="another computation: its outputs are 200% of their rms away"):
+                judged.run()
+        else:
+            assert judged.run()["correct"]
