@@ -46,8 +46,8 @@ class Snapshot:
     def written(self) -> list[str]:
         """Buffers that are not what they were, and inputs."""
         now = dict(self.model.named_buffers())
-        buffers = [n for n, (t, saved) in self.buffers.items() if now[n] is not t or not same_bits(t, saved)]
-        return [f"buffer {n}" for n in buffers] + [n for n, (t, saved) in self.inputs.items() if not same_bits(t, saved)]
+        found = [f"buffer {n}" for n, (t, old) in self.buffers.items() if now[n] is not t or not same_bits(t, old)]
+        return found + [n for n, (t, old) in self.inputs.items() if not same_bits(t, old)]
 
     def damaged(self) -> list[str]:
         """Parameters that are not what they were: nothing but a kernel writes there."""

@@ -166,7 +166,7 @@ class Verification:
 
     # ---- what is right ---------------------------------------------------------------------------------------------
 
-    def _outcome(self, call: Callable[[], Any], model: torch.nn.Module | None = None, inputs: Any = None, seed: int = 0):
+    def _outcome(self, call: Callable, model: torch.nn.Module | None = None, inputs: Any = None, seed: int = 0):
         """Every tensor that a call gives, and the buffers and inputs that it writes to, from the same state and seed.
 
         model, inputs: what the call runs, where that is not the original on its inputs.

@@ -277,7 +277,7 @@ def test_many_shapes_do_not_capture_for_ever(starters, night, tmp_path):
             model(torch.randn(rows, 32))
         assert len(applied.capture.graphs) == apply.UNSERVED_SHAPES
         model(torch.randn(8, 32))
-        assert applied.originals["no kernel for inputs of this shape"] == 21 - apply.UNSERVED_SHAPES + 1
+        assert applied.originals["no kernel for inputs of this shape"] == 22  # those looked into, too
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Llama", "Bert"])
