@@ -13,6 +13,7 @@ is no GPU to measure on), 2 when it is wrong, 3 when nothing could be verified.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -29,6 +30,21 @@ from autokernel.source import KernelError
 from autokernel.targets import TargetError
 
 
+def count(text: str) -> int:
+    """A number of calls, 0 or more."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def tolerance(text: str) -> float:
+    """A finite number, 0 or more."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number, 0 or more")
+
+
 def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
     models.add_options(p)
@@ -39,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
     o.add_argument("--no-compile", action="store_true", help="without torch.compile")
     o.add_argument("--max-autotune", action="store_true", help="also torch.compile max-autotune (minutes)")
     o.add_argument("--no-graph", action="store_true", help="without CUDA graphs")
-    o.add_argument("--warmup", type=int, default=3, metavar="N", help="calls before timing (default: 3)")
-    o.add_argument("--timed", type=int, default=0, metavar="N", help="timed pairs of calls (default: 7 to 40)")
-    o.add_argument("--atol", type=float, help="judge by |out - ref| <= atol + rtol * |ref| instead")
-    o.add_argument("--rtol", type=float, help="see --atol; the reference is the model in float32")
+    o.add_argument("--warmup", type=count, default=3, metavar="N", help="calls before timing (default: 3)")
+    o.add_argument("--timed", type=count, default=0, metavar="N", help="timed pairs of calls (default: 7 to 40)")
+    o.add_argument("--atol", type=tolerance, help="judge by |out - ref| <= atol + rtol * |ref| instead")
+    o.add_argument("--rtol", type=tolerance, help="see --atol; the reference is the model in float32")
     o.add_argument("--workspace", type=Path, metavar="FOLDER", help="default: workspace/")
     o.add_argument("--json", action="store_true", help="print the record instead")
     return p

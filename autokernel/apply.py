@@ -18,6 +18,8 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -37,8 +39,11 @@ from autokernel.source import BACKENDS, KernelError, KernelSource, read_kernel
 from autokernel.targets import TargetError, read_target
 
 UNSERVED = "no kernel for inputs of this shape"
+OTHER_VALUES = "a mask or table is not what its sites were proven with: those stayed PyTorch's"
+PARTED = "torch.compile found nothing to capture but the child modules: kernels from the next call on"
 UNSERVED_SHAPES = 8  # so many input shapes without a kernel are looked into; others go to the original unseen
 STARTERS = {"triton": "kernels", "cuda": "kernels/cuda"}
+COMPILER_MARKS = ("_dynamo_", "_is_torch_compile")
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -219,6 +224,45 @@ class _Module:
     run: Callable
     traced: Callable
     served: list[Site]
+    guards: _Guards
+
+
+class _Guards:
+    """The graph's inputs that sites are proven for the values of: masks, tables, and what they are made from.
+
+    saved: place among the graph's inputs -> what it was at the proof. given: those that a caller gives, which may hold
+    anything at the next call; the others are the model's.
+    """
+
+    def __init__(self, saved: Mapping[int, Any], given: set[int]):
+        self.saved, self.given = saved, given
+        self.seen: dict[int, tuple[weakref.ref, int]] = {}
+
+    def hold(self, values: tuple) -> bool:
+        """Whether they still have those values. Only tensors that are others or were written to are compared."""
+        capturing = bool(self.saved) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if capturing and self.given:
+            return False  # a replay would not look
+        for place, then in self.saved.items():
+            now = values[place]
+            version = None if not isinstance(now, torch.Tensor) or now.is_inference() else now._version
+            known = self.seen.get(place)
+            if known and known[0]() is now and known[1] == version:
+                continue
+            if isinstance(now, torch.Tensor):
+                if capturing or not torch.equal(now, then):
+                    return False
+                if version is not None:
+                    self.seen[place] = weakref.ref(now), version
+            elif now != then:
+                return False
+        return True
+
+
+def _without_kernels(model: torch.nn.Module, before: Any) -> Applied:
+    copied = Applied.__new__(Applied)
+    copied.model, copied._before, copied.is_copy = model, before, True
+    return copied
 
 
 class Applied:
@@ -233,16 +277,17 @@ class Applied:
         self, model: torch.nn.Module, kernels: Kernels, verifying: bool = False, strict: bool = True,
         progress: Callable[[str], None] = lambda text: None, allow: Callable[[list[Site]], None] = lambda sites: None,
     ):  # fmt: skip
-        self.model, self.kernels, self.progress, self.strict = model, kernels, progress, strict
+        self.model, self.kernels, self.progress, self.strict, self.is_copy = model, kernels, progress, strict, False
         self.verifying, self.allow = verifying, allow
         self.original = model.forward
-        self.capture = Capture(model, self.original, self._prepare)
+        self.capture = Capture(model, self.original, self._prepare, once=True)
         self.routes: dict[str, Route] = {}
         self.modules: dict[Graph, _Module] = {}
         self.failed: dict[tuple[str, str], str] = {}  # (key of sites, kernel) -> what went wrong
         self.originals: Counter[str] = Counter()  # forward passes without any kernel, by reason
         self._choice: Choice | None = None  # None: the first candidate of each route
-        self._made: dict[tuple[Graph, frozenset], _Module] = {}
+        self._made: dict[tuple[Graph, frozenset, bool], _Module] = {}
+        self._saved: dict[Graph, dict[int, Any]] = {}  # inputs that claims were proven with, by place
         self._displaced: set[Site] = set()  # their inputs lie otherwise once other kernels are in
         self._signatures: dict[Any, bool] = {}  # inputs seen -> do they reach a kernel?
         self._directs: list[_Direct] = []
@@ -250,6 +295,9 @@ class Applied:
         self._outside = torch.compiler.disable(self.run)
         self._marks = _marks(model)
         self._before = model.__dict__.get("forward")
+
+    def __reduce__(self) -> tuple:  # of a model that is copied or saved: its copy has no kernels
+        return _without_kernels, (self.model, self._before)
 
     def __enter__(self) -> Applied:
         return self
@@ -268,7 +316,7 @@ class Applied:
         if self._before is not None:
             self.model.__dict__["forward"] = self._before
         for owner, names in self._marks:  # what torch.compile leaves on modules and tensors
-            for name in [n for n in owner.keys() - names if n.startswith(("_dynamo_", "_is_torch_compile"))]:
+            for name in [n for n in owner.keys() - names if n.startswith(COMPILER_MARKS)]:
                 del owner[name]
 
     @property
@@ -287,6 +335,9 @@ class Applied:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass, with kernels."""
+        if self.is_copy:
+            forward = self._before or functools.partial(type(self.model).forward, self.model)
+            return forward(*args, **kwargs)
         if not torch.compiler.is_dynamo_compiling():
             return self.run(args, kwargs)
         if not _why_original(self.model, args, kwargs):
@@ -302,6 +353,8 @@ class Applied:
             return self.capture.again(*args, **kwargs)
         if not why and known is None and list(self._signatures.values()).count(False) < UNSERVED_SHAPES:
             return self._first(signature, args, kwargs)
+        if why and not self.originals[why]:
+            warnings.warn(f"no kernels: {why}", stacklevel=2)
         self.originals[why or UNSERVED] += 1
         return self.original(*args, **kwargs)
 
@@ -314,6 +367,9 @@ class Applied:
             result = self.capture(*args, **kwargs)
         finally:
             self._watched = None
+        if self.capture.parted:  # only now are there graphs: the next call looks for kernels
+            self.originals[PARTED] += 1
+            return result
         self._signatures[signature] = any(self.modules[g].served for g, _, _ in watched)
         if not self._signatures[signature]:
             self.originals[UNSERVED] += 1
@@ -337,6 +393,9 @@ class Applied:
         try:
             with torch.random.fork_rng(list(devices)), torch.no_grad():
                 self._find(graph)
+                places = {n: i for i, n in enumerate(graph.module.graph.find_nodes(op="placeholder"))}
+                needed = {places[n] for s in self._sites(graph) for n in s.guards}
+                self._saved[graph] = {i: _kept(inputs[i]) for i in needed}
                 self.modules[graph] = self._module(graph)
         except BaseException:
             for route in self.routes.values():
@@ -347,7 +406,11 @@ class Applied:
             graph.inputs = graph.inputs if self.verifying else ()
 
         def run(*values: Any) -> Any:
-            out = self.modules[graph].run(*values)
+            module = self.modules[graph]
+            if not module.guards.hold(values):
+                self.originals[OTHER_VALUES] += 1
+                module = self._module(graph, guarded=False)
+            out = module.run(*values)
             if self._watched is not None:
                 self._watched.append((graph, values, out))
             return out
@@ -367,18 +430,30 @@ class Applied:
             route = self.routes[site.key]
             (route.inner if site.inside else route.sites).append(site)
 
-    def _module(self, graph: Graph) -> _Module:
-        """The graph with the chosen kernels in, tried once."""
+    def _module(self, graph: Graph, guarded: bool = True) -> _Module:
+        """The graph with the chosen kernels in, tried once. guarded: also where sites hold for certain values only."""
         choice = self._choice
         if choice is None:
             choice = {r.key: usable[0] for r in self.routes.values() if (usable := self.usable(r))}
-        made = graph, frozenset((key, kernel.name) for key, kernel in choice.items())
+        made = graph, frozenset((key, kernel.name) for key, kernel in choice.items()), guarded
         if made not in self._made:
-            served = self._tried(graph, choice)
-            calls = {s: _counted(self.routes[s.key], choice[s.key].function) for s in served}
-            operators = {s: _operator(choice[s.key], s, self.routes[s.key]) for s in served}
-            self._made[made] = _Module(_quick(sites.replace(graph, calls)), sites.replace(graph, operators), served)
+            if guarded:
+                served = self._tried(graph, choice)
+            else:
+                served = [s for s in self._module(graph).served if not s.guards]
+            calls = {s: _counted(self.routes[s.key], choice[s.key], s) for s in served}
+            places = {n: i for i, n in enumerate(graph.origin)}
+            given = {places[n] for s in served for n in s.guards if graph.origin[n][0] == "input"}
+            # torch.compile does not look at values: there the model's own may not change, the caller's may
+            operators = {s: _operator(choice[s.key], s, self.routes[s.key]) for s in served
+                         if not given & {places[n] for n in s.guards}}  # fmt: skip
+            saved = {places[n]: self._saved[graph][places[n]] for s in served for n in s.guards}
+            self._made[made] = _Module(_quick(sites.replace(graph, calls)), sites.replace(graph, operators), served,
+                                       _Guards(saved, given))  # fmt: skip
         return self._made[made]
+
+    def _sites(self, graph: Graph) -> list[Site]:
+        return [s for r in self.routes.values() for s in (*r.sites, *r.inner) if s.graph is graph]
 
     def _tried(self, graph: Graph, choice: Choice) -> list[Site]:
         """The sites that the choice can serve, in order, after one call of each kernel in its place."""
@@ -405,7 +480,7 @@ class Applied:
         """The sites of a graph with a kernel in the choice; of two that share work the larger one."""
         taken: set[fx.Node] = set()
         served = []
-        mine = [s for r in self.routes.values() for s in (*r.sites, *r.inner) if s.graph is graph and s.key in choice]
+        mine = [s for s in self._sites(graph) if s.key in choice]
         for site in sorted(mine, key=lambda s: -len(s.work)):
             if site not in self._displaced and not taken & set(site.work):
                 taken |= set(site.work)
@@ -423,18 +498,30 @@ def _quick(module: fx.GraphModule) -> Callable:
             name = node.target._schema.name.partition("::")[2]
             bindings = (getattr(place, name, None) for place in (torch, torch._C._nn, torch.Tensor))
             own = [b for b in bindings if b and not isinstance(b, FunctionType)]  # generated from the same schema
-            node.target = own[0] if own else node.target
+            # but for losses, whose default is another there, and for lists with gaps, which they do not take
+            gaps = any(isinstance(a, (list, tuple)) and None in a for a in node.args)
+            other = gaps or any(a.name == "reduction" for a in node.target._schema.arguments)
+            node.target = own[0] if own and not other else node.target
     module.recompile()
     return module.forward
 
 
-def _counted(route: Route, function: Callable) -> Callable:
+def _counted(route: Route, kernel: Kernel, site: Site) -> Callable:
+    function = kernel.function
+
     def call(**arguments: Any) -> torch.Tensor:
         route.calls += 1
-        return function(**arguments)
+        try:
+            return function(**arguments)
+        except Exception as error:
+            raise CallFault(kernel, site, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
-    call.__name__ = route.sites[0].op if route.sites else route.inner[0].op
+    call.__name__ = site.op
     return call
+
+
+def _kept(given: Any) -> Any:
+    return given.detach().clone() if isinstance(given, torch.Tensor) else given
 
 
 def _checked(kernel: Kernel, site: Site, route: Route, moved: set[Site]) -> Callable:
@@ -525,8 +612,14 @@ def _signature(given: Any) -> Any:
 
 
 def _identities(model: torch.nn.Module) -> tuple[int, ...]:
-    """Which objects are the attributes and buffers of a model: a forward pass that sets one is more than its graph."""
-    return tuple(id(v) for m in model.modules() for d in (m.__dict__, m._buffers) for v in d.values())
+    """Which objects are a model's attributes, buffers and hooks; a forward pass may set one beside its graph."""
+    held = [item for m in model.modules() for d in (m.__dict__, m._buffers) for item in d.items()]
+    hooks = [h for m in model.modules() for d in (m._forward_hooks, m._forward_pre_hooks) for h in d.values()]
+    return tuple(id(v) for name, v in held if not name.startswith(COMPILER_MARKS)) + tuple(map(id, hooks))
+
+
+def _modes(model: torch.nn.Module) -> list[bool]:
+    return [m.training for m in model.modules()]
 
 
 def _marks(model: torch.nn.Module) -> list[tuple[dict, set[str]]]:
@@ -553,7 +646,16 @@ class _Direct:
 
     def __init__(self, applied: Applied, run: tuple[Graph, tuple, Any], args: tuple, kwargs: Mapping, result: Any):
         """run: the graph, its inputs and what it gave. Raises _NotDirect."""
-        self.applied, self.training = applied, applied.model.training
+        self.applied, self.modes = applied, _modes(applied.model)
+        before = _identities(applied.model)
+
+        def unchanged() -> bool:
+            """Whether the model's attributes are still those objects, when torch.compile traces it."""
+            return before == _identities(applied.model)
+
+        # torch._dynamo.assume_constant_result, whose import would bring Triton before its interpreter can be asked for
+        unchanged._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        self.unchanged = unchanged
         self.graph, inputs, outputs = run
         leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         self.leaves = [_described(leaf) for leaf in leaves]
@@ -572,7 +674,7 @@ class _Direct:
 
     def fits(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        same = spec == self.spec and self.training == self.applied.model.training
+        same = spec == self.spec and self.modes == _modes(self.applied.model) and self.unchanged()
         return same and all(_described(a) == b for a, b in zip(leaves, self.leaves, strict=True))
 
     def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -241,7 +241,8 @@ class Capture:
     Raises nothing of its own: what torch.compile cannot trace runs as it did, outside of the graphs, and `breaks` says
     why. Where it captures nothing at all (a break inside of the loop over the layers), each child module is compiled by
     itself; `release` undoes that. forward: what to call instead of the model, whose own may be replaced meanwhile.
-    prepare: called with each graph, and its inputs, before it runs for the first time.
+    prepare: called with each graph, and its inputs, before it runs for the first time. once: a call runs the model
+    once, also the one that finds that only child modules can be compiled; `parted` tells so. Else that runs it twice.
     """
 
     def __init__(
@@ -249,8 +250,10 @@ class Capture:
         model: torch.nn.Module,
         forward: Callable | None = None,
         prepare: Callable[[Graph, tuple], None] = lambda graph, inputs: None,
+        once: bool = False,
     ):
-        self.model, self.keep_inputs, self.prepare = model, False, prepare
+        self.model, self.keep_inputs, self.prepare, self.once = model, False, prepare, once
+        self.parted = False
         self.graphs: list[Graph] = []
         self._forward = forward or model
         self._parts: list[torch.nn.Module] = []
@@ -259,9 +262,11 @@ class Capture:
         self._breaks_before = _break_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a loop over layers that breaks in each of them gives a graph per layer
+        self.parted = False
+        # a loop over layers that breaks in each of them gives a graph per layer; hooks may come later
         with torch._dynamo.config.patch(
-            recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem)
+            recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem),
+            skip_nnmodule_hook_guards=False,
         ):
             try:
                 out = self._compiled(*args, **kwargs)
@@ -269,8 +274,8 @@ class Capture:
                     self._parts = list(_parts(self.model))
                     for part in self._parts:
                         part.forward = torch.compile(part.forward, backend=self._backend, dynamic=False)
-                    self._compiled = self._forward
-                    out = self._compiled(*args, **kwargs)
+                    self._compiled, self.parted = self._forward, True
+                    out = out if self.once else self._compiled(*args, **kwargs)
                 return out
             except torch._dynamo.exc.TorchDynamoException as error:
                 if self.problem:

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -73,20 +74,27 @@ def _checksum(tensor: torch.Tensor) -> int:
     return int(data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()]).sum())
 
 
-def named(given: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in an output, with its place: tuples, dicts, dataclasses, caches."""
+def named(given: Any, path: str = "", around: tuple[Any, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in an output, with its place: tuples, dicts, dataclasses, objects. around: what it lies in."""
     if isinstance(given, torch.Tensor):
         yield path or "output", given
+        return
+    if any(given is a for a in around):
         return
     items: dict[Any, Any] = {}
     if isinstance(given, Mapping):
         items = dict(given)
     elif isinstance(given, (list, tuple)):
         items = dict(enumerate(given))
-    elif hasattr(given, "__dict__") and not callable(given):
-        items = vars(given)
+    elif not isinstance(given, (type, FunctionType, torch.nn.Module)):
+        items = {n: getattr(given, n) for n in _slots(given) if hasattr(given, n)} | getattr(given, "__dict__", {})
     for name, value in items.items():
-        yield from named(value, f"{path}.{name}" if path else str(name))
+        yield from named(value, f"{path}.{name}" if path else str(name), (*around, given))
+
+
+def _slots(given: Any) -> list[str]:
+    found = [vars(kind).get("__slots__", ()) for kind in type(given).__mro__]
+    return [n for names in found for n in ((names,) if isinstance(names, str) else names)]
 
 
 # ---- outputs --------------------------------------------------------------------------------------------------------
@@ -102,7 +110,9 @@ class Difference:
 
 
 def difference(out: torch.Tensor, ref: torch.Tensor, original: torch.Tensor) -> Difference:
-    """Of a float tensor; for another kind `rms` is the share of differing elements."""
+    """Of a float or complex tensor; for another kind `rms` is the share of differing elements."""
+    if out.is_complex():
+        out, ref, original = (torch.view_as_real(t.resolve_conj()) for t in (out, ref, original))
     if not out.is_floating_point():
         return Difference((out != ref).double().mean().item() if out.numel() else 0.0)
     total = size = top = 0.0
@@ -153,10 +163,11 @@ class Oracle:
             limit = (self.atol or 0.0) + (self.rtol or 0.0) * ref.double().abs()
             beyond = int((((out.double() - ref.double()).abs() > limit) & ref.isfinite()).sum())
             return f"{beyond} values beyond --atol and --rtol" if beyond else ""
-        if not out.is_floating_point():
+        if not out.is_floating_point() and not out.is_complex():
             limit = RMS_FACTOR * theirs.rms + math.floor(out.numel() / 100) / max(out.numel(), 1)
             return f"{ours.rms:.2%} of the values differ, PyTorch's {theirs.rms:.2%}" if ours.rms > limit else ""
-        floor = max(TOLERANCES[d] for d in (out.dtype, self.dtype) if d in TOLERANCES)
+        known = [TOLERANCES[d] for d in (out.dtype, self.dtype) if d in TOLERANCES]
+        floor = max(known, default=TOLERANCES[torch.float32])
         floor *= 1 if out.numel() >= FEWEST else MAX_FACTOR  # the original's own error is chance there
         for kind, mine, its, factor in (("rms", ours.rms, theirs.rms, RMS_FACTOR),
                                         ("largest", ours.largest, theirs.largest, MAX_FACTOR)):  # fmt: skip

@@ -2,8 +2,8 @@
 
 A spec's matchers claim that a node of a captured graph is the operator of certain arguments (`graph.Match`). A claim
 becomes a site when its sub-graph is closed (nothing else reads its intermediates) and when the sub-graph and the
-operator's reference agree in float64: on the captured values, and on random ones of a size at which a soft-cap, an
-offset or another mask shows. Equal sub-graphs (a layer repeated) are proven once.
+operator's reference agree in float64: on the captured values, and on random ones of sizes at which a soft-cap, a
+clamp, an offset or another mask shows. Equal sub-graphs (a layer repeated) are proven once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from autokernel.targets import target_key
 
 TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs by 2e-6, fp32 constants by 1e-8
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
+ROW_SCALES = (0.0, 1e-3, 1.0, 30.0)
 _GENERIC = frozenset("cat stack pow sqrt exp".split())  # anchors that mostly mean something else: no reason is noted
 _NAMES = {dtype: short for short, dtype in DTYPES.items()}
 
@@ -99,6 +100,18 @@ class Site:
         """The leaves whose captured values the claim uses."""
         views = [self.match.args[n] for n in sorted(self.match.fixed)]
         return tuple(v.node for v in views if isinstance(v, View))
+
+    @cached_property
+    def guards(self) -> tuple[fx.Node, ...]:
+        """The graph's inputs whose values the claim holds for: those that conditions and fixed leaves are made from."""
+        found: dict[fx.Node, None] = dict.fromkeys((*self.conditions, *self.fixed))
+        todo = list(found)
+        while todo:
+            for node in todo.pop().all_input_nodes:
+                if node not in found:
+                    found[node] = None
+                    todo.append(node)
+        return tuple(sorted(n for n in found if n.op == "placeholder"))
 
     @property
     def result(self) -> torch.Tensor:
@@ -222,6 +235,10 @@ def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, 
     read = {n for node in nodes for n in node.all_input_nodes}
     if not leaves <= read:
         return "an argument is not read"
+    if not match.output.users:
+        return "its result is not used"
+    if writer := _overwritten(graph, nodes, {*leaves, *conditions}):
+        return f"{name(writer)} writes to what it reads before it has a result"
     inside = set(nodes)
     for node in nodes:
         if is_random(node) or name(node).endswith("_"):
@@ -238,6 +255,27 @@ def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, 
     except (SpecError, RuntimeError, IndexError) as error:
         return str(error).splitlines()[0]
     return Site(spec, graph, match, tuple(nodes), tuple(conditions), "other input" in kinds, tensors, dtype, size)
+
+
+def _overwritten(graph: Graph, nodes: list[fx.Node], read: set[fx.Node]) -> fx.Node | None:
+    """An operator among the nodes, but not of them, that writes in place to a tensor which they have read or made.
+
+    The operator that takes their place reads everything at the end. Views share a fake tensor's storage.
+    """
+    inside, first, last = set(nodes), min(nodes), nodes[-1]
+    storages = {_storage(n) for n in (*read, *nodes)} - {None}
+    for node in graph.module.graph.nodes:
+        if first < node < last and node not in inside and isinstance(node.target, torch._ops.OpOverload):
+            written = [a for a, s in zip(node.args, node.target._schema.arguments, strict=False)
+                       if s.alias_info is not None and s.alias_info.is_write and isinstance(a, fx.Node)]  # fmt: skip
+            if any(_storage(n) in storages for n in written):
+                return node
+    return None
+
+
+def _storage(node: fx.Node) -> int | None:
+    held = value(node)
+    return held.untyped_storage()._cdata if isinstance(held, torch.Tensor) else None
 
 
 def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
@@ -345,11 +383,11 @@ class _Proof(fx.Interpreter):
 
     def _fault(self, site: Site, env: dict[fx.Node, Any], results: dict[Any, torch.Tensor]) -> str:
         """"" if the sub-graph is the operator, else how far off it is."""
-        rounds = ("captured", "random") if len(site.nodes) > 1 else ("captured",)
+        rounds = ("captured", "random", "mixed") if len(site.nodes) > 1 else ("captured",)
         for which in rounds:
             given = {n: _doubled(env[n]) for n in (*site.leaves, *site.conditions)}
-            if which == "random":
-                given |= {n: _random_like(given[n]) for n in site.leaves if n not in site.fixed}
+            if which != "captured":
+                given |= {n: _random_like(given[n], which == "mixed") for n in site.leaves if n not in site.fixed}
             shared = (which, site.output, site.nodes, site.fixed)  # random values are seeded: the same again
             if shared not in results:
                 results[shared] = _run_doubled(site, given)
@@ -383,12 +421,17 @@ def _doubled(given: Any) -> Any:
     return torch.complex128 if given.is_complex else torch.float64 if given.is_floating_point else given
 
 
-def _random_like(given: Any) -> Any:
+def _random_like(given: Any, mixed: bool = False) -> Any:
+    """Random values. mixed: rows of zeros, small and large ones, at which a clamp, a cap or a padding mask shows."""
     if not isinstance(given, torch.Tensor) or not (given.is_floating_point() or given.is_complex()):
         return given
     generator = torch.Generator(given.device).manual_seed(0)
     drawn = torch.randn(given.shape, dtype=given.dtype, device=given.device, generator=generator)
-    return drawn * RANDOM_SCALE
+    if not mixed or given.dim() < 2:
+        return drawn * RANDOM_SCALE
+    scales = torch.tensor(ROW_SCALES, dtype=given.dtype, device=given.device)
+    which = torch.randint(len(ROW_SCALES), given.shape[:-1], device=given.device, generator=generator)
+    return drawn * scales[which].unsqueeze(-1)
 
 
 def _run_doubled(site: Site, given: Mapping[fx.Node, Any]) -> torch.Tensor:

@@ -136,6 +136,8 @@ class Verification:
         self.notes = [*loaded.notes, *kernels.notes]
         self.snapshot = Snapshot(loaded.model, (loaded.args, loaded.kwargs))
         self.applied = Applied(loaded.model, kernels, True, not options.starters, progress, self._interpretable)
+        self.ours = copy.copy(loaded.model)  # the same modules, parameters and hooks
+        self.ours.forward = self.applied.forward  # type: ignore[method-assign]
         self.rows: dict[str, dict[str, Any]] = {}  # key of sites -> what is said of them
         self.total_us: float | None = None  # device time of a forward pass
         self.estimate: float | None = None
@@ -184,7 +186,7 @@ class Verification:
         self._outcome(self.loaded)
         self.written = self.snapshot.written()
         original = self._outcome(self.loaded)
-        floats = [t for t in original.values() if t.is_floating_point() and t.numel()]
+        floats = [t for t in original.values() if (t.is_floating_point() or t.is_complex()) and t.numel()]
         if not original:
             raise VerifyError(f"{self.loaded.name} gives no tensor: nothing to compare")
         if floats and not any(t.isfinite().any() for t in floats):
@@ -210,6 +212,8 @@ class Verification:
         self.progress(f"running the original in {wide}")
 
         def widened(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_complex():
+                return tensor.to(wide.to_complex())
             return tensor.to(wide) if tensor.is_floating_point() else tensor
 
         try:
@@ -219,7 +223,7 @@ class Verification:
             found = self._outcome(lambda: model(*args, **kwargs), model, (args, kwargs))
             if any(n not in found or found[n].shape != t.shape for n, t in original.items()):
                 raise ValueError("it gives other outputs there")
-            floats = [n for n, t in original.items() if t.is_floating_point()]
+            floats = [n for n, t in original.items() if t.is_floating_point() or t.is_complex()]
             if (off := max((difference(original[n], found[n], original[n]).rms for n in floats), default=0.0)) <= 0.1:
                 return found
             if not self.random and self.options.atol is None and self.options.rtol is None:
@@ -237,7 +241,7 @@ class Verification:
     # ---- which kernels ---------------------------------------------------------------------------------------------
 
     def _ours(self) -> Any:
-        return self.applied.run(self.loaded.args, self.loaded.kwargs)
+        return self.loaded.call(self.ours)
 
     def _put_in(self) -> None:
         """Capture the model, put kernels in, and decide which of them are worth it."""
@@ -359,7 +363,7 @@ class Verification:
         loaded = self.loaded
         if choice is not None:
             self.applied.choose(choice)
-        forward: Callable = loaded.model if choice is None else self.applied.forward
+        forward: Callable = loaded.model if choice is None else self.ours
         forward = torch.compile(forward, **COMPILED[kind]) if kind else forward
         modules = self.applied.modules
 
