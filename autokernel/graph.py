@@ -266,7 +266,7 @@ class Capture:
         # a loop over layers that breaks in each of them gives a graph per layer; hooks may come later
         with torch._dynamo.config.patch(
             recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem),
-            skip_nnmodule_hook_guards=False,
+            skip_nnmodule_hook_guards=False, allow_rnn=True,
         ):
             try:
                 out = self._compiled(*args, **kwargs)
@@ -432,24 +432,33 @@ def origins(graph: Graph) -> dict[fx.Node, frozenset[str]]:
     return found
 
 
-_PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm".split())
+_PRODUCTS = frozenset("linear matmul mm bmm mv dot vdot _grouped_mm".split())  # summed over the first one's last axis
+_ADDED = frozenset("addmm baddbmm addbmm addmv".split())  # the same with something to add before
 
 
 def flops(node: fx.Node) -> float:
-    """Floating-point operations of a product, convolution or attention node (a multiply-add is two); 0 for others.
+    """Floating-point operations of a product, convolution, recurrence or attention (a multiply-add is two); else 0.
 
     torch.utils.flop_counter counts no attention on a CPU (torch 2.11) and takes a causal one for a full one.
     """
     kind, out = name(node), shape(node)
     a, b, c = (shape(n) if isinstance(n, fx.Node) else () for n in (*node.args[:3], None, None, None)[:3])
-    if not out:
+    if kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") and isinstance(node.args[2], (list, tuple)):
+        return 2.0 * math.prod(a[:-1]) * sum(math.prod(w) for w in map(shape, node.args[2]) if len(w) == 2)
+    if value(node) is None:
         return 0.0
     if kind in _PRODUCTS:
-        return 2.0 * math.prod(out) * (b if kind in ("addmm", "baddbmm") else a)[-1]
+        return 2.0 * math.prod(out) * a[-1]
+    if kind in _ADDED:
+        return 2.0 * math.prod(out) * b[-1] * (b[0] if kind == "addbmm" else 1)
+    if kind == "tensordot":
+        return 2.0 * math.sqrt(math.prod(out) * math.prod(a) * math.prod(b))
+    if kind == "bilinear":
+        return 2.0 * math.prod(out) * (a[-1] + 1) * b[-1]
     if kind == "scaled_dot_product_attention":
         half = 0.5 if operand(node, "is_causal") else 1.0
         return half * 2.0 * math.prod(a[:-1]) * b[-2] * (a[-1] + c[-1])
-    if kind in ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose2d"):
+    if kind in ("convolution", *(f"conv{t}{d}d" for t in ("", "_transpose") for d in (1, 2, 3))):
         batch, _, *places = a if "transpose" in kind or operand(node, "transposed") else out
         return 2.0 * math.prod(b) * batch * math.prod(places)
     return 0.0

@@ -421,3 +421,35 @@ def test_a_graph_that_cannot_be_lowered_has_no_known_flops(monkeypatch):
     captured, found = capture(nn.Linear(DIM, 7), torch.randn(X))
     assert captured.graphs[0].problem == "NotImplementedError: no such operator" and not found.sites
     assert sum(flops(n) for n in captured.graphs[0].module.graph.nodes) == 0
+
+
+R = torch.randn
+COUNTED = {
+    "lstm": (lambda m, x: m.lstm(x)[0], (R(3, 5, 16),), 2 * 15 * 2 * (96 * 16 + 96 * 24 + 96 * 48 + 96 * 24)),
+    "gru": (lambda m, x: m.gru(x)[0], (R(3, 5, 16),), 2 * 15 * 72 * (16 + 24)),
+    "bilinear": (lambda m, x, y: m.bilinear(x, y), (R(3, 5), R(3, 7)), 2 * 3 * 11 * (5 * 7 + 7)),
+    "transposed": (lambda m, x: m.transposed(x), (R(2, 4, 9),), 2 * 2 * 9 * 4 * 6 * 3),
+    "dot": (lambda m, x, y: torch.dot(x, y), (R(5), R(5)), 10),
+    "addbmm": (lambda m, c, a, b: torch.addbmm(c, a, b), (R(4, 6), R(3, 4, 5), R(3, 5, 6)), 2 * 3 * 4 * 5 * 6),
+    "addmv": (lambda m, c, a, b: torch.addmv(c, a, b), (R(4), R(4, 5), R(5)), 2 * 4 * 5),
+    "tensordot": (lambda m, a, b: torch.tensordot(a, b, dims=2), (R(3, 4, 5), R(4, 5, 6)), 2 * 3 * 20 * 6),
+    "einsum": (lambda m, *x: torch.einsum("ij,jk,kl->il", *x), (R(3, 4), R(4, 5), R(5, 6)), 2 * (3 * 20 + 3 * 30)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_flops_of_what_is_no_site(kind):
+    class Counted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = torch.nn.LSTM(16, 24, 2, batch_first=True, bidirectional=True)
+            self.gru, self.bilinear = torch.nn.GRU(16, 24, batch_first=True), torch.nn.Bilinear(5, 7, 11)
+            self.transposed = torch.nn.ConvTranspose1d(4, 6, 3)
+
+        def forward(self, *inputs):
+            return COUNTED[kind][0](self, *inputs)
+
+    captured = Capture(Counted().eval())
+    with torch.no_grad():
+        captured(*COUNTED[kind][1])
+    assert sum(flops(n) for g in captured.graphs for n in g.module.graph.nodes) == pytest.approx(COUNTED[kind][2])
