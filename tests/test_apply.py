@@ -11,15 +11,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from autokernel import apply, verification
-from autokernel.apply import Kernels
+from autokernel import apply, ops, verification
+from autokernel.apply import Kernel, Kernels
 from autokernel.models import Loaded
+from autokernel.source import read_kernel
+from tests.test_verify import plain
 
 
-@pytest.fixture(scope="module")
-def starters():
-    apply.interpret_on_cpu()
-    return Kernels.starters(("triton",))
+@pytest.fixture
+def kernels(tmp_path):
+    """For every operator one in plain PyTorch: that runs anywhere."""
+    for op in ops.names():
+        (tmp_path / f"{op}.py").write_text(plain(op))
+    return Kernels(tuple(Kernel(op, read_kernel(tmp_path / f"{op}.py", op)) for op in ops.names()))
 
 
 @pytest.fixture(autouse=True)
@@ -129,10 +133,10 @@ def inputs():
 
 
 @pytest.mark.parametrize("function", inputs(), ids=lambda f: f.__name__)
-def test_every_call_is_right(starters, function):
+def test_every_call_is_right(kernels, function):
     model, calls = Model(function).eval(), inputs()[function]
     expected = [model(*copy.deepcopy(c)) for c in calls]
-    with starters.apply(model) as applied:
+    with kernels.apply(model) as applied:
         for given, want in zip(calls, expected, strict=True):
             torch.testing.assert_close(model(*copy.deepcopy(given)), want, rtol=1e-4, atol=1e-5)
     served = {s.op for s in applied.served}
@@ -141,9 +145,9 @@ def test_every_call_is_right(starters, function):
     assert "flash_attention" not in served or applied.originals[apply.OTHER_VALUES] == 1
 
 
-def test_a_mask_of_the_model_that_is_written_to(starters):
+def test_a_mask_of_the_model_that_is_written_to(kernels):
     model, x = Model(own_mask).eval(), torch.randn(2, 8, 32)
-    with starters.apply(model) as applied:
+    with kernels.apply(model) as applied:
         model(x)
         before = applied.report()
         model.mask[..., 5:] = False
@@ -168,9 +172,9 @@ class Broken(nn.Module):
         return x
 
 
-def test_a_first_call_runs_the_model_once(starters):
+def test_a_first_call_runs_the_model_once(kernels):
     model, x = Broken().eval(), torch.randn(4, 32)
-    with starters.apply(model) as applied:
+    with kernels.apply(model) as applied:
         model(x)
         assert model.count == 3 and applied.originals[apply.PARTED] == 1
         model(x)
@@ -189,9 +193,9 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("change", ["double", "table", "hook", "train"])
-def test_what_changes_after_the_first_call(starters, change):
+def test_what_changes_after_the_first_call(kernels, change):
     model, x = Changing().eval(), torch.randn(4, 32)
-    applied = starters.apply(model, x)
+    applied = kernels.apply(model, x)
     if change == "double":
         model.double = True
     elif change == "table":
@@ -210,10 +214,10 @@ def test_what_changes_after_the_first_call(starters, change):
             torch.testing.assert_close(y, model(x), rtol=1e-4, atol=1e-5)
 
 
-def test_a_copy_has_no_kernels(starters):
+def test_a_copy_has_no_kernels(kernels):
     model, x = Changing().eval(), torch.randn(4, 32)
     want = model(x)
-    applied = starters.apply(model, x)
+    applied = kernels.apply(model, x)
     for other in (copy.deepcopy(model), torch.load(_saved(model), weights_only=False)):
         calls = sum(r.calls for r in applied.routes.values())
         torch.testing.assert_close(other(x), want)
@@ -245,20 +249,20 @@ def in_slots(self, x):
 
 
 @pytest.mark.parametrize("function", [spectrum, in_slots], ids=lambda f: f.__name__)
-def test_one_per_cent_too_much_is_seen(starters, monkeypatch, function):
+def test_one_per_cent_too_much_is_seen(kernels, monkeypatch, function):
     options = verification.Options(compiled=False)
-    kernels = Kernels(tuple(k for k in starters.kernels if k.source.kernel_type == "matmul"))
-    whole = kernels.kernels[0].function
+    product = Kernels(tuple(k for k in kernels.kernels if k.source.kernel_type == "matmul"))
+    whole = product.kernels[0].function
     for factor in (1.0, 1.01):
         loaded = Loaded(Model(function).eval(), "Model", (torch.randn(4, 32),))
         scaled = partial(lambda f, **arguments: whole(**arguments) * f, factor)
         monkeypatch.setattr(apply.Kernel, "function", property(lambda kernel, scaled=scaled: scaled))
-        assert verification.Verification(loaded, kernels, options, print).run()["correct"] is (factor == 1.0)
+        assert verification.Verification(loaded, product, options, print).run()["correct"] is (factor == 1.0)
         monkeypatch.undo()
 
 
-def test_hooks_of_the_model_itself_count(starters):
+def test_hooks_of_the_model_itself_count(kernels):
     model = Changing().eval()
     model.register_forward_hook(lambda module, given, out: out * 3)
     loaded = Loaded(model, "Changing", (torch.randn(4, 32),))
-    assert verification.Verification(loaded, starters, verification.Options(compiled=False), print).run()["correct"]
+    assert verification.Verification(loaded, kernels, verification.Options(compiled=False), print).run()["correct"]
