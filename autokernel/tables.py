@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-CPU = "times are a CPU's: no measurement, and shares hold for this CPU only"
+CPU = "times are a CPU's, not a measurement; shares hold for this CPU only"
 HEADER = ("#", "operator", "where", "shape", "dtype", "calls", "ms", "share", "cum", "bound", "roof", "at most")
 
 
@@ -118,4 +118,4 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: int = 2) -> list[str]:
-    return textwrap.wrap(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.wrap(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -657,6 +657,7 @@ def test_three_experiments_with_the_real_bench(begun):
         done = subprocess.run([sys.executable, "bench.py"], cwd=repo.root, capture_output=True, text=True, timeout=200,
                               env={**repo.env, "AUTOKERNEL_CACHE": str(repo.root / "workspace/cache")})  # fmt: skip
         assert done.returncode in (0, 1), done.stderr
+        assert done.stderr == 'next: uv run orchestrate.py record -m "what was tried"\n'
         return repo.run("record", "-m", "x")
 
     assert "BASELINE" in experiment(ONE_BLOCK)
