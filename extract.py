@@ -171,7 +171,8 @@ def write(plan: dict[str, Any], chosen: list[dict]) -> None:
 
 def shown(plan: dict[str, Any], only_report: bool) -> str:
     head = f"{plan['model']} {plan['inputs']} {plan['dtype']}: {plan['total_ms']:.4g} ms a forward"
-    lines = [*wrapped(head), *(wrapped(f"note: {CPU}") if plan["device"] == "cpu" else []), "", *table([cells(t) for t in plan["targets"]], width())]
+    lines = wrapped(head) + (wrapped(f"note: {CPU}") if plan["device"] == "cpu" else [])
+    lines += ["", *table([cells(t) for t in plan["targets"]], width())]
     estimate = ", ".join(f"{v:.2f}x if each gets {k} faster" for k, v in plan["model_speedup_if"].items())
     lines += ["", *wrapped(f"The model by Amdahl's law (an estimate; verify.py measures): {estimate}.")]
     left = [s for s in plan["skipped"] if s["share"] >= 0.001]

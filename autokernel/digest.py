@@ -169,7 +169,8 @@ def status(night: Night) -> str:
     beat = workspace() / "heartbeat.json"
     return "\n".join([
         *pairs(
-            run=f"autokernel/{night.tag}", experiments=f"{len(rows)}: {kept(rows)} kept ({gains(rows)} gains), {failed} failed, {spent:.1f} h",
+            run=f"autokernel/{night.tag}",
+            experiments=f"{len(rows)}: {kept(rows)} kept ({gains(rows)} gains), {failed} failed, {spent:.1f} h",
             current=night.current.name if night.current else "none",
             driver=_beat(json.loads(beat.read_text())) if beat.exists() else None,
         ),

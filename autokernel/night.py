@@ -142,7 +142,8 @@ class Work:
     @property
     def luck(self) -> str:
         """What `keep_rate` rests on."""
-        return f"{gains(self._recent)} of the last {len(self._recent)} ideas gained" if self._recent else "no idea tried"
+        recent = self._recent
+        return f"{gains(recent)} of the last {len(recent)} ideas gained" if recent else "no idea tried"
 
     def spent(self) -> tuple[float, float]:
         """(share of the original model's time that the target takes now, share at its roofline).

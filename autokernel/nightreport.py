@@ -72,7 +72,8 @@ def _summary(night: Night) -> list[Block]:
     wins, hours = gains(rows), sum(r.duration_s or 0 for r in rows) / 3600
     failed = sum(r.correctness != "PASS" for r in rows)
     each = f"; {len(rows) / wins:.1f} experiments and {60 * hours / wins:.0f} minutes per gain" if wins else ""
-    text = f"{len(rows)} experiments in {hours:.1f} h: {kept(rows)} kept ({wins} gains), {failed} failed{each}. Written {now()}."
+    text = (f"{len(rows)} experiments in {hours:.1f} h: {kept(rows)} kept ({wins} gains), {failed} failed{each}. "
+            f"Written {now()}.")  # fmt: skip
     beat = workspace() / "heartbeat.json"
     cost = json.loads(beat.read_text()).get("cost") if beat.exists() else 0
     text += f" The agent's last run cost {cost:.2f}." if cost else ""

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from autokernel import profiling, sites, tables, targets
+from autokernel import gitkeep, profiling, sites, tables, targets
 from autokernel.graph import Capture
 from autokernel.models import Loaded
 from autokernel.paths import repo_root
@@ -126,7 +126,7 @@ LLAMA = """
     """
 
 
-def test_profile_then_extract(run, model, tmp_path):
+def test_profile_then_extract(run, model, tmp_path, monkeypatch):
     path = model(LLAMA.format(root=str(repo_root())))
     extras = ["--device", "cpu", "--plot", "--export-trace", "--memory-snapshot"]
     status, out, _ = run("profile", "--model", path, "--class-name", "Small", "--input-shape", "2,16", *extras)
@@ -153,6 +153,12 @@ def test_profile_then_extract(run, model, tmp_path):
     first = plan["targets"][0]
     assert first["model_speedup_if"]["2x"] == pytest.approx(1 / (1 - first["share"] / 2))
     assert {s["why"] for s in plan["skipped"] if s["rank"]} == {"beyond --top 3"}
+    assert plan["share"] + sum(s["share"] for s in plan["skipped"]) == pytest.approx(1)
+    assert tables.CPU in out and sum(float(p) for p in re.findall(r"^ +([\d.]+)%", out, re.M)) == pytest.approx(
+        100 * (1 - plan["share"]), abs=0.5)  # fmt: skip
+    for branch, command in ((True, "next"), (False, "start TAG")):
+        monkeypatch.setattr(gitkeep, "in_run", lambda branch=branch: branch)
+        assert run("extract", "--top", "3")[1].endswith(f"next: uv run orchestrate.py {command}\n")
     for read in targets.read_targets():
         starter = repo_root() / "kernels" / f"{read.spec.name}.py"
         assert (read.folder / "kernel.py").read_bytes() == starter.read_bytes()
@@ -403,6 +409,11 @@ def test_hard_model(name, calls, says, run, model, tmp_path):
         assert record["other"][0]["op"].startswith("aten::") and "aten::conv2d" in {r["op"] for r in record["other"]}
         status, _, err = run("extract")
         assert status == 2 and err.count("\n") == 1
+
+
+def test_counts_are_readable():
+    given = {640: "640", 32_080: "32.1K", 124_400_000: "124.4M", 6_738_415_616: "6.7B"}
+    assert {n: tables.count(n) for n in given} == given
 
 
 @pytest.mark.parametrize("columns", [80, 120, 160])
