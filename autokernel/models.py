@@ -18,7 +18,7 @@ import sys
 import textwrap
 import traceback
 import typing
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -151,6 +151,7 @@ def load(options: argparse.Namespace) -> Loaded:
             loaded()
     else:
         find_inputs(loaded, options.input_shape)
+        loaded.notes += [f"--input-shape was given: --inputs {options.inputs} is not used"] if options.inputs else []
     return loaded
 
 
@@ -354,7 +355,7 @@ class _TooLong(Exception):
 
 def find_inputs(loaded: Loaded, shape: tuple[int, ...] | None) -> None:
     """Set inputs that the model accepts, of the given shape or of a usual one. Raises ModelError: what was tried."""
-    model, failures = loaded.model, []
+    model, failures = loaded.model, defaultdict[str, list[str]](list)  # cause -> what was tried
     name, extra = _parameters(model)
     for kind in _kinds(model, name, shape):
         asked = shape or _usual_shape(model, kind)
@@ -369,8 +370,8 @@ def find_inputs(loaded: Loaded, shape: tuple[int, ...] | None) -> None:
         except torch.OutOfMemoryError:
             raise _too_large(loaded, asked, partial(_make, loaded, kind, name=name, extra=extra)) from None
         except Exception as error:
-            failures.append(f"{kind} {list(asked)}: {_cause(error)}")
-    tried = "; ".join(failures)
+            failures[_cause(error)].append(f"{kind} {list(asked)}")
+    tried = "; ".join(f"{', '.join(kinds)}: {cause}" for cause, kinds in failures.items())
     if shape:
         raise ModelError(f"--input-shape {','.join(map(str, shape))} does not fit {loaded.name} ({tried}); "
                          f"{_longest(model)}give another, or {HINT}")  # fmt: skip

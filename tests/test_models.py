@@ -187,6 +187,8 @@ def test_several_inputs(source, tmp_path):
         """)
     loaded = load("--model", path, "--class-name", "Two", "--inputs", f"{path}:inputs", "--dtype", "fp16")
     assert loaded.kwargs["scale"].dtype == torch.float16 and loaded().dtype == torch.float16
+    words = ("--class-name", "KeywordOnly", "--inputs", f"{path}:inputs", "--input-shape", "3,4")
+    assert "--inputs" in " ".join(load("--model", path, *words).notes)
     assert load("--model", path, "--class-name", "KeywordOnly").kwargs["features"].shape == (8, 4)
     with pytest.raises(ModelError, match=r"forward needs 2 arguments \(x, y\).*--inputs"):
         load("--model", path, "--class-name", "Three")
