@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
     p.add_argument("--kernel", type=Path, default=repo_root() / "kernel.py", help="kernel file (default: kernel.py)")
     p.add_argument("--sizes", default="", metavar="NAMES", help="all, or names of the operator's sizes: medium,large")
-    p.add_argument("--dtype", default="", choices=["", "fp16", "bf16", "fp32"], help="dtype of the timed sizes")
+    p.add_argument("--dtype", default="", choices=["fp16", "bf16", "fp32"], help="dtype of the timed sizes")
     p.add_argument("--best", type=Path, help="timed in pairs with this one (default: the best kept so far)")
     p.add_argument("--quick", action="store_true", help="smoke test, determinism and timing only; never keepable")
     p.add_argument("--compile-baseline", action="store_true", help="compare with torch.compile max-autotune (cached)")
@@ -91,6 +91,7 @@ def main() -> int:
 def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
     # only now: the children import PyTorch while we do
     from autokernel import report
+    from autokernel.gitkeep import in_run
     from autokernel.gpu import GpuTableError
     from autokernel.records import RecordError
     from autokernel.run import GpuBusy, HarnessFailure, Options, UsageError, calibrate, run
@@ -119,6 +120,9 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
     compiler = any(kind in str(record.values["reason"]) for kind in COMPILE_ERRORS)
     if (args.traceback or compiler) and record.values.get("traceback"):
         print(record.values["traceback"], file=sys.stderr)
+    own = args.kernel.resolve() == repo_root() / "kernel.py" and not (args.sweep or args.candidates)  # they record
+    if own and not (args.json or args.quick or args.allow_dirty_harness) and in_run():
+        print('next: uv run orchestrate.py record -m "what was tried"', file=sys.stderr)
     return 0 if record.values["correctness"] == "PASS" else 1
 
 

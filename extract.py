@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from autokernel.cli import Parser
+from autokernel.gitkeep import in_run
 from autokernel.paths import atomic_write, repo_root, shared, workspace
-from autokernel.tables import cells, table, width, wrapped
+from autokernel.tables import CPU, cells, table, width, wrapped
 
 STARTERS = {"triton": Path("kernels"), "cuda": Path("kernels/cuda")}
 SPEEDUPS = (1.5, 2.0, 3.0)  # of a target, for the what-if
@@ -98,8 +99,8 @@ def choose(profile: dict[str, Any], args: argparse.Namespace) -> tuple[list[dict
             chosen.append(target)
             continue
         skipped.append({**{k: target[k] for k in ("rank", "op", "where", "shape", "share", "ms")}, "why": why})
-    for row in (r for r in profile["other"] if r["op"] != "views"):
-        reason = row["reason"] or "no operator of ours"
+    for row in profile["other"]:
+        reason = row["reason"] or ("they compute nothing" if row["op"] == "views" else "no operator of ours")
         skipped.append({"rank": None, **{k: row[k] for k in ("op", "where", "shape", "share", "ms")}, "why": reason})
     if not chosen:
         raise ExtractError(f"nothing to extract: {skipped[0]['why']}")
@@ -170,17 +171,19 @@ def write(plan: dict[str, Any], chosen: list[dict]) -> None:
 
 def shown(plan: dict[str, Any], only_report: bool) -> str:
     head = f"{plan['model']} {plan['inputs']} {plan['dtype']}: {plan['total_ms']:.4g} ms a forward"
-    lines = [head, "", *table([cells(t) for t in plan["targets"]], width())]
+    lines = wrapped(head) + (wrapped(f"note: {CPU}") if plan["device"] == "cpu" else [])
+    lines += ["", *table([cells(t) for t in plan["targets"]], width())]
     estimate = ", ".join(f"{v:.2f}x if each gets {k} faster" for k, v in plan["model_speedup_if"].items())
     lines += ["", *wrapped(f"The model by Amdahl's law (an estimate; verify.py measures): {estimate}.")]
     left = [s for s in plan["skipped"] if s["share"] >= 0.001]
     if left:
         lines += ["", "not extracted:"]
         for s in left[:12]:
-            lines += wrapped(f"  {100 * s['share']:>5.1f}%  {s['op']} {s['shape']}: {s['why']}", indent=10)
-    if (more := len(plan["skipped"]) - len(left[:12])) > 0:
-        lines.append(f"  ... and {more} more in plan.json")
-    written = f"written: {shared() / 'targets'}\nnext: uv run orchestrate.py next"
+            what = f"{s['op']} {s['shape']}".rstrip()
+            lines += wrapped(f"  {100 * s['share']:>5.1f}%  {what}: {s['why']}", indent=10)
+    if more := [s for s in plan["skipped"] if s not in left[:12]]:
+        lines.append(f"  {100 * sum(s['share'] for s in more):>5.1f}%  {len(more)} more, in plan.json")
+    written = f"written: {shared() / 'targets'}\nnext: uv run orchestrate.py {'next' if in_run() else 'start TAG'}"
     return "\n".join([*lines, "", "nothing written (--report)" if only_report else written])
 
 

@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--agent", required=True, metavar="CMD", help="command with {brief}, e.g. 'codex exec {brief}'")
     run.add_argument("--hours", type=float, metavar="H", help="stop after this time")
     run.add_argument("--max-experiments", type=int, metavar="N", help="stop after this many experiments")
-    run.add_argument("--max-cost-per-win", type=float, metavar="C", help="stop when a kept kernel costs more than this "
+    run.add_argument("--max-cost-per-win", type=float, metavar="C", help="stop when a gain costs more than this "
                      "(as the agent reports total_cost_usd)")  # fmt: skip
     run.add_argument("--stall-minutes", type=float, default=60, metavar="N", help="restart an agent silent for so long")
     run.add_argument("--pause", type=float, default=10, metavar="S", help="first wait after a session that did nothing")

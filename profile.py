@@ -21,8 +21,10 @@ if __name__ == "profile":  # `import profile` means the standard module, which c
     _spec.loader.exec_module(sys.modules["profile"])
 else:
     import argparse
+    import contextlib
     import json
     import logging
+    import os
     import time
     from pathlib import Path
 
@@ -30,6 +32,7 @@ else:
     import torch
 
     from autokernel import models, profiling, report, tables
+    from autokernel.graph import one_line
     from autokernel.paths import atomic_write, shared, workspace
 
 
@@ -52,10 +55,10 @@ def parser() -> "argparse.ArgumentParser":
 
 
 def main() -> int:
-    args, start = parser().parse_args(), time.perf_counter()
+    args, start, printed = parser().parse_args(), time.perf_counter(), models.Printed()
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # graph breaks are notes of the report
     try:
-        with report.progress() as progress:
+        with report.progress() as progress, contextlib.redirect_stdout(printed):
             progress("building the model")
             loaded = models.load(args)
             extra = [_compile_log(args.torch_compile_log)] if args.torch_compile_log else []
@@ -69,9 +72,14 @@ def main() -> int:
         print(f"profile.py: out of memory while profiling ({str(error).splitlines()[0]}); "
               "give a smaller --input-shape", file=sys.stderr)  # fmt: skip
         return 2
+    except Exception as error:  # whatever a model raises in a later pass
+        if os.environ.get("AUTOKERNEL_TRACEBACK"):
+            raise
+        print(f"profile.py: {one_line(error)}; AUTOKERNEL_TRACEBACK=1 in the environment shows where", file=sys.stderr)
+        return 2
     extra += [profiling.plot(found, args.plot)] if args.plot else []
     extra += [f"trace: {args.export_trace}"] if args.export_trace else []
-    found.values["notes"] += extra
+    found.values["notes"] += extra + printed.notes()
     found.values |= {"seconds": time.perf_counter() - start, "options": models.as_json(args)}
     path = shared() / "profile.json"
     atomic_write(path, (json.dumps(found.record(), indent=1) + "\n").encode())

@@ -27,6 +27,17 @@ for needed in ("torch", "numpy", "rich", "filelock"):
         _end(f"{SCRIPT}: {sys.executable} has no {needed}; run: uv run {SCRIPT} (uv itself: pip install uv)")
 
 
+def _ended(kind, error, trace):
+    """Ctrl-C is an end like others: one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        print(f"{SCRIPT}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _ended
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose description is a script's docstring as it stands, and whose complaints are one line."""
 

@@ -6,10 +6,10 @@ import json
 from dataclasses import fields
 from typing import Any
 
-from autokernel.night import CONTROLS, Night, Rules, Work
+from autokernel.night import CONTROLS, Night, Rules, Work, gains, kept
 from autokernel.paths import best_path, shared, workspace
 from autokernel.records import Row
-from autokernel.tables import wrapped
+from autokernel.tables import CPU, width, wrapped
 from autokernel.workers import MAIN, everyone
 
 TRIED = 12  # experiments that `next` and the agent's brief repeat
@@ -27,8 +27,13 @@ def number(value: float | None, form: str = ".4g", unit: str = "") -> str:
 
 
 def pairs(**values: Any) -> list[str]:
-    width = max(map(len, values)) + 2
-    return [f"{name + ':':<{width}}{value}" for name, value in values.items() if value is not None]
+    wide = max(map(len, values)) + 2
+    known = {name: value for name, value in values.items() if value is not None}
+    return [line for name, value in known.items() for line in wrapped(f"{name + ':':<{wide}}{value}", wide)]
+
+
+def caution(on_cpu: bool) -> list[str]:
+    return wrapped(f"note: {CPU}") if on_cpu else []
 
 
 # ---- one line per target, one per experiment ------------------------------------------------------------------------
@@ -46,15 +51,22 @@ def table(night: Night) -> list[list[str]]:
             "*" if work is night.current else "", work.name, number(share and 100 * share, ".1f", "%"),
             f"#{work.best.experiment}" if work.best else "none", number(work.best.latency_us if work.best else None),
             number(work.speedup, ".3g", "x"), number(roof, ".0f", "%"),
-            number(night.model_gain(work), ".1f", "%") if model else "n/a",
-            str(work.wins), str(len(work.experiments)), f"{work.hours:.1f}",
+            number(night.model_gain(work), ".1f", "%") if model and work.headroom_known else "n/a",
+            str(kept(work.experiments)), str(len(work.experiments)), f"{work.hours:.1f}",
             reason or (f"worker {other}'s" if (other := night.holder(work)) else "open"),
         ])  # fmt: skip
     return rows
 
 
 def targets(night: Night) -> list[str]:
-    return aligned(table(night), (0, 1, 11))
+    """`table` as lines: where a row is too long for the terminal, the target and its state stand above its numbers."""
+    rows = table(night)
+    lines = aligned(rows, (0, 1, 11))
+    if max(map(len, lines)) <= width():
+        return lines
+    numbers = aligned([row[2:11] for row in rows], ())
+    heads = [wrapped(f"{row[0] or ' '} {row[1]}: {row[11]}", 6) for row in rows]
+    return [line for head, below in zip(heads, numbers, strict=True) for line in [*head, f"    {below}"]]
 
 
 def tried(row: Row) -> str:
@@ -82,9 +94,9 @@ def about(night: Night, work: Work) -> list[str]:
         share=f"{100 * plan['share']:.1f} % of the model's time, {number(plan.get('ms'))} ms" if model else None,
         best=what,
         roofline=f"{number(peak, '.0f', ' %')} reached, bound: {bound}",
-        model_gain=f"{night.model_gain(work):.1f} % of today's model time lies above its roofline" if model else None,
+        model_gain=night.headroom(work) if model else None,
         best_file=best_path(work.name if work.plan else "", work.op) if best else None,
-        spent=f"{len(work.experiments)} experiments, {work.wins} kept, {work.hours:.1f} h",
+        spent=f"{len(work.experiments)} experiments, {kept(work.experiments)} kept, {work.hours:.1f} h",
     ) if best or plan else pairs(target=work.name, best=what)  # fmt: skip
 
 
@@ -105,7 +117,7 @@ def plan(night: Night) -> str:
     if night.plan:
         p = night.plan
         took = f": {number(p['total_ms'])} ms a forward" if "total_ms" in p else ""
-        lines += [f"{p.get('model')} {p.get('inputs')} {p.get('dtype')}{took}", ""]
+        lines += [*wrapped(f"{p.get('model')} {p.get('inputs')} {p.get('dtype')}{took}"), ""]
     lines += targets(night)
     if night.plan and (what_if := night.plan.get("model_speedup_if")):
         estimate = ", ".join(f"{v:.2f}x if each target gets {k} faster" for k, v in what_if.items())
@@ -114,12 +126,12 @@ def plan(night: Night) -> str:
         lines += ["", *wrapped("No model is planned: the operator of kernel.py is worked on by itself. To begin from a "
                                "model: uv run profile.py, then uv run extract.py")]  # fmt: skip
     rules = ", ".join(f"{f.name} {getattr(night.rules, f.name):g}" for f in fields(Rules))
-    return "\n".join([*lines, "", *wrapped(f"rules: {rules}")])
+    return "\n".join([*lines, "", *caution(night.on_cpu), *wrapped(f"rules: {rules}")])
 
 
 def next_up(verb: str, work: Work | None, why: str, night: Night, remarks: list[str]) -> str:
     lines = wrapped(f"{verb}{' ' + work.name if work else ''}: {why}")
-    lines += [f"note: {r}" for r in remarks]
+    lines += [f"note: {r}" for r in remarks] + caution(night.on_cpu)
     if work is None:
         after = "uv run kernelbench/scorer.py --level N" if any(w.problem for w in night.works) else "uv run verify.py"
         return "\n".join([*lines, f"next: uv run orchestrate.py report, then {after}"])
@@ -146,22 +158,23 @@ def recorded(row: Row, night: Night, remarks: list[str]) -> str:
             best=f"experiment {best.experiment}, {number(best.latency_us)} us" if best else "none",
         ),
         *[f"note: {r}" for r in remarks],
+        *caution(row.device == "cpu"),
         f"next: {again}" if verb == "CONTINUE" else f"next: uv run orchestrate.py next   ({verb}: {why})",
     ])  # fmt: skip
 
 
 def status(night: Night) -> str:
     rows = night.experiments
-    kept, failed = sum(r.decision == "keep" for r in rows), sum(r.correctness != "PASS" for r in rows)
-    spent = sum(r.duration_s or 0 for r in rows) / 3600
+    failed, spent = sum(r.correctness != "PASS" for r in rows), sum(r.duration_s or 0 for r in rows) / 3600
     beat = workspace() / "heartbeat.json"
     return "\n".join([
         *pairs(
-            run=f"autokernel/{night.tag}", experiments=f"{len(rows)}: {kept} kept, {failed} failed, {spent:.1f} h",
+            run=f"autokernel/{night.tag}",
+            experiments=f"{len(rows)}: {kept(rows)} kept ({gains(rows)} gains), {failed} failed, {spent:.1f} h",
             current=night.current.name if night.current else "none",
             driver=_beat(json.loads(beat.read_text())) if beat.exists() else None,
         ),
-        "", *targets(night), *workers(night), "", "next: uv run orchestrate.py next",
+        *caution(night.on_cpu), "", *targets(night), *workers(night), "", "next: uv run orchestrate.py next",
     ])  # fmt: skip
 
 
@@ -172,7 +185,7 @@ def workers(night: Night) -> list[str]:
         own = [r for r in night.experiments if (r.worker or MAIN) == w.name]
         target = next((t for t, holder in night.claims.items() if holder == w.name), "nothing")
         silent = w.silent()
-        rows.append([w.name, w.gpu[:12] or "n/a", target, str(len(own)), str(sum(r.decision == "keep" for r in own)),
+        rows.append([w.name, w.gpu[:12] or "n/a", target, str(len(own)), str(kept(own)),
                      f"{silent:.0f} min" if silent < 600 else f"{silent / 60:.0f} h", str(w.root)])  # fmt: skip
     return ["", *aligned(rows, (0, 1, 2, 6))] if len(rows) > 2 else []
 
@@ -183,7 +196,7 @@ def _beat(v: dict[str, Any]) -> str:
 
 def history(night: Night, name: str | None = None, failed: bool = False) -> str:
     """The digest: per target its best and everything tried."""
-    lines = [f"run autokernel/{night.tag}: {len(night.experiments)} experiments"]
+    lines = [f"run autokernel/{night.tag}: {len(night.experiments)} experiments", *caution(night.on_cpu)]
     for work in ([night.find(name)] if name else night.works):
         rows = [r for r in work.rows if not failed or r.correctness not in ("PASS", "")]
         if rows:

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from autokernel import digest
 from autokernel.gitkeep import Repo
 from autokernel.keep import unrecorded
-from autokernel.night import Night, NightError
+from autokernel.night import Night, NightError, gains
 from autokernel.paths import atomic_write, repo_root, workspace
 from autokernel.records import Ledger, now
 
@@ -84,7 +84,7 @@ class Driver:
 
     @staticmethod
     def _wins(night: Night) -> int:
-        return sum(r.decision == "keep" for r in night.mine)
+        return gains(night.mine)
 
     def _sessions(self) -> str:
         idle = 0
@@ -112,7 +112,7 @@ class Driver:
         if self.experiments is not None and done >= self.experiments:
             return f"{done} experiments are done"
         if self.cost_per_win is not None and self.cost / max(1, wins) > self.cost_per_win:
-            return f"{self.cost:.2f} spent for {wins} kept kernels: more than {self.cost_per_win:g} each"
+            return f"{self.cost:.2f} spent for {wins} gains: more than {self.cost_per_win:g} each"
         return "DONE: no target is open" if night.choose()[0] == "DONE" and not unrecorded(night) else ""
 
     def _one_session(self) -> int:
@@ -185,7 +185,7 @@ class Driver:
         night = self._night()
         values = {
             "time": now(), "state": self.state, "driver_pid": os.getpid(), "agent_pid": pid, "session": self.session,
-            "experiments": len(night.mine) - self.first, "kept": self._wins(night) - self.first_wins,
+            "experiments": len(night.mine) - self.first, "gains": self._wins(night) - self.first_wins,
             "cost": round(self.cost, 4), "hours": round((time.time() - self.began) / 3600, 3),
         }  # fmt: skip
         atomic_write(workspace() / "heartbeat.json", (json.dumps(values, indent=1) + "\n").encode())

@@ -111,6 +111,14 @@ class Repo:
         return done.stdout if done.returncode == 0 else None
 
 
+def in_run() -> bool:
+    """Whether this checkout is on a run's branch."""
+    try:
+        return bool(Repo.here().tag())
+    except GitError:
+        return False
+
+
 def _line(text: str) -> str:
     """The telling line of git's output: its error if there is one."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()] or ["no reason given"]

@@ -9,6 +9,8 @@ spelling (casts that cast nothing, in-place writes to fresh tensors) is made uni
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -134,10 +136,11 @@ def region(output: fx.Node, leaves: set[fx.Node]) -> tuple[list[fx.Node], list[f
 
 def module_path(node: fx.Node) -> str:
     """Where in the model a node comes from: `blocks.0.attention`; "" for the root."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    inside = [path for path in stack if not path.startswith("G[")]  # a global: a function that became a module
+    if not inside:
         return ""
-    path = list(stack.values())[-1][0].replace("L['self']", "", 1)
+    path = re.sub(r"^L\['\w+'\]", "", inside[-1])  # forward's first parameter, self as a rule
     return path.replace("['", ".").replace("']", "").removeprefix(".").removeprefix("_modules.")
 
 
@@ -232,7 +235,7 @@ class Graph:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
 
 
 class Capture:
@@ -296,7 +299,7 @@ class Capture:
     def breaks(self) -> list[str]:
         """Why torch.compile broke the graph, one line a reason."""
         found = _break_counts() - self._breaks_before
-        return [" ".join(reason.split())[:160] for reason in found]
+        return [textwrap.shorten(reason, 160, placeholder=" ...") for reason in found]
 
     def _backend(self, source: fx.GraphModule, _inputs: list) -> Graph:
         self.graphs.append(Graph(len(self.graphs), source, self))

@@ -11,11 +11,14 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import sys
+import textwrap
 import traceback
 import typing
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +37,9 @@ from autokernel.spec import dtype_name
 
 DTYPES = spec.DTYPES | {dtype_name(dtype): dtype for dtype in spec.DTYPES.values()}
 SEED = 0
-HINT = "describe them with --inputs FILE.py:function, which returns a tensor, a tuple or a dict"
+PRINTED = 20  # different lines of a model's own that are shown
+ALLOWED = "a tensor, a tuple or list of forward's arguments, or a dict of keyword inputs"
+HINT = f"describe them with --inputs FILE.py:function, which returns {ALLOWED}"
 
 
 class ModelError(ValueError):
@@ -73,6 +78,29 @@ class Loaded:
                          for k, t in tensors.items())  # fmt: skip
 
 
+class Printed(io.StringIO):
+    """Stands in for stdout while a model runs, many times: each line that it prints goes to stderr once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Counter[str] = Counter()
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *whole, self._rest = (self._rest + text).split("\n")
+        for line in whole:
+            if line not in self.lines and len(self.lines) < PRINTED:
+                print(line, file=sys.stderr)
+            self.lines[line] += 1
+        return len(text)
+
+    def notes(self) -> list[str]:
+        if self._rest:
+            self.write("\n")
+        said = f"the model printed {self.lines.total()} lines: each different one once on stderr, {PRINTED} at most"
+        return [said] if self.lines else []
+
+
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     p.add_argument("--config", type=Path, metavar="JSON_OR_FOLDER", help="build from a config, with random weights")
     p.add_argument("--input-shape", type=_shape, metavar="N,N", help="shape of the input: 1,512 or 8,3,224,224")
     p.add_argument("--inputs", metavar="FILE:FUNC", help="function that returns the inputs: a tensor, tuple or dict")
-    p.add_argument("--dtype", default="", choices=["", *DTYPES], metavar="NAME",
+    p.add_argument("--dtype", default="", choices=list(DTYPES), metavar="NAME",
                    help="float16, bfloat16 or float32 (default: float16 on a GPU, float32 on a CPU)")  # fmt: skip
     p.add_argument("--device", default="", metavar="NAME", help="cuda, cuda:1 or cpu (default: the first GPU)")
 
@@ -106,31 +134,51 @@ def load(options: argparse.Namespace) -> Loaded:
 
     Raises ModelError.
     """
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options.device)
     dtype = DTYPES[options.dtype] if options.dtype else torch.float16 if device.type == "cuda" else torch.float32
     if bool(options.model) == bool(options.module):
         raise ModelError("name the model with either --model FILE or --module PACKAGE, and --class-name")
     source = load_file(options.model) if options.model else _import(options.module)
     factory = _find_class(source, options.class_name, options.model)
     model = _build(factory, source, dtype, device, options)
-    loaded = Loaded(model, factory.__name__, device=device)
+    loaded = Loaded(model, (type(model) if inspect.isclass(factory) else factory).__name__, device=device)
     loaded.notes += _still_training(model)
-    if options.inputs:
-        file, _, function = options.inputs.rpartition(":")
-        if not file:
-            raise ModelError(f"--inputs {options.inputs}: write FILE.py:function")
-        hook = getattr(load_file(Path(file)), function, None)
-        if not callable(hook):
-            raise ModelError(f"--inputs: {file} has no function {function!r}")
-    else:
-        hook = getattr(source, "example_inputs", None) or getattr(model, "example_inputs", None)
+    what, hook = _hook(options.inputs, source, model)
     if hook and not options.input_shape:
-        loaded.args, loaded.kwargs = _normalised(hook(), device, model_dtype(model))
-        with _explained(f"{loaded.name} with the given inputs ({loaded.inputs})", "make them smaller"):
+        with _explained(what, hint=f"; it must return {ALLOWED}"):
+            loaded.args, loaded.kwargs = _normalised(hook(), device, model_dtype(model))
+        with _explained(f"{loaded.name} with the given inputs ({loaded.inputs or 'no tensor'})", "make them smaller"):
             loaded()
     else:
         find_inputs(loaded, options.input_shape)
+        loaded.notes += [f"--input-shape was given: --inputs {options.inputs} is not used"] if options.inputs else []
     return loaded
+
+
+def _device(name: str) -> torch.device:
+    """Raises ModelError for what is no device here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = ", ".join([*(f"cuda:{i}" for i in range(count)), "cpu"])
+    try:
+        device = torch.device(name or ("cuda" if count else "cpu"))
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
+        return device
+    raise ModelError(f"--device {name}: no such device here{'' if count else ', there is no GPU'}; allowed: {known}")
+
+
+def _hook(inputs: str | None, source: ModuleType, model: nn.Module) -> tuple[str, Callable[[], Any] | None]:
+    """(what gives the inputs, the function: of --inputs, else example_inputs of the file or the model)."""
+    if not inputs:
+        return "example_inputs", getattr(source, "example_inputs", None) or getattr(model, "example_inputs", None)
+    file, _, function = inputs.rpartition(":")
+    if not file:
+        raise ModelError(f"--inputs {inputs}: write FILE.py:function")
+    hook = getattr(load_file(Path(file)), function, None)
+    if not callable(hook):
+        raise ModelError(f"--inputs: {file} has no function {function!r}")
+    return f"--inputs {inputs}", hook
 
 
 def as_json(options: argparse.Namespace) -> dict[str, Any]:
@@ -203,7 +251,9 @@ def _build(
     factory: Any, source: ModuleType, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
 ) -> nn.Module:
     torch.manual_seed(SEED)
-    with _explained(f"building {factory.__name__}", f"{device} is too small for it"):
+    bare = hasattr(factory, "from_pretrained") and not (options.pretrained or options.config)
+    hint = "; give --pretrained ID_OR_FOLDER, or --config JSON_OR_FOLDER for random weights" if bare else ""
+    with _explained(f"building {factory.__name__}", f"{device} is too small for it", hint):
         if options.pretrained:
             model = factory.from_pretrained(options.pretrained, dtype=dtype).to(device)
         elif options.config and hasattr(factory, "from_pretrained"):
@@ -305,7 +355,7 @@ class _TooLong(Exception):
 
 def find_inputs(loaded: Loaded, shape: tuple[int, ...] | None) -> None:
     """Set inputs that the model accepts, of the given shape or of a usual one. Raises ModelError: what was tried."""
-    model, failures = loaded.model, []
+    model, failures = loaded.model, defaultdict[str, list[str]](list)  # cause -> what was tried
     name, extra = _parameters(model)
     for kind in _kinds(model, name, shape):
         asked = shape or _usual_shape(model, kind)
@@ -320,8 +370,17 @@ def find_inputs(loaded: Loaded, shape: tuple[int, ...] | None) -> None:
         except torch.OutOfMemoryError:
             raise _too_large(loaded, asked, partial(_make, loaded, kind, name=name, extra=extra)) from None
         except Exception as error:
-            failures.append(f"{kind} {list(asked)}: {_cause(error)}")
-    raise ModelError(f"{loaded.name} cannot run on one tensor ({'; '.join(failures)}); give --input-shape, or {HINT}")
+            failures[_cause(error)].append(f"{kind} {list(asked)}")
+    tried = "; ".join(f"{', '.join(kinds)}: {cause}" for cause, kinds in failures.items())
+    if shape:
+        raise ModelError(f"--input-shape {','.join(map(str, shape))} does not fit {loaded.name} ({tried}); "
+                         f"{_longest(model)}give another, or {HINT}")  # fmt: skip
+    raise ModelError(f"{loaded.name} cannot run on one tensor ({tried}); give --input-shape, or {HINT}")
+
+
+def _longest(model: nn.Module) -> str:
+    length = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return f"it has {length} positions: " if isinstance(length, int) else ""
 
 
 def _make(
@@ -393,11 +452,19 @@ def _usual_shape(model: nn.Module, kind: str) -> tuple[int, ...]:
 
 
 def _normalised(given: Any, device: torch.device, dtype: torch.dtype) -> tuple[tuple, dict[str, Any]]:
-    """What a hook returned -> (args, kwargs), moved to the device and floats cast to the model's dtype."""
+    """What a hook returned -> (args, kwargs), moved to the device and floats cast to the model's dtype.
+
+    Raises TypeError for what is neither a tensor nor a tuple, list or dict.
+    """
     move = partial(pytree.tree_map_only, torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None))
     if hasattr(given, "keys"):  # a dict, or a tokenizer's BatchEncoding
         return (), move({k: given[k] for k in given.keys()})
-    return tuple(move(given)) if isinstance(given, (list, tuple)) else (move(given),), {}
+    if isinstance(given, (list, tuple)):
+        return tuple(move(given)), {}
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"it returned {textwrap.shorten(repr(given), 60, placeholder=' ...')}, "
+                        f"a {type(given).__name__}")  # fmt: skip
+    return (move(given),), {}
 
 
 # ---- what can go wrong ----------------------------------------------------------------------------------------------
@@ -435,7 +502,7 @@ def _too_large(loaded: Loaded, shape: tuple[int, ...], attempt: Callable[[tuple[
 
 
 @contextlib.contextmanager
-def _explained(what: str, too_large: str = "") -> Iterator[None]:
+def _explained(what: str, too_large: str = "", hint: str = "") -> Iterator[None]:
     """Any error as a ModelError: one line with the cause."""
     try:
         yield
@@ -443,8 +510,8 @@ def _explained(what: str, too_large: str = "") -> Iterator[None]:
         raise
     except torch.OutOfMemoryError:
         raise ModelError(f"{what} runs out of memory: {too_large}") from None
-    except Exception as error:
-        raise ModelError(f"{what}: {_cause(error)}") from error
+    except (Exception, SystemExit) as error:  # a file that calls sys.exit() is no reason to end without a word
+        raise ModelError(f"{what}: {_cause(error)}{hint}") from error
 
 
 def _cause(error: BaseException) -> str:
@@ -453,4 +520,4 @@ def _cause(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]
     frames = [f for f in frames if Path(f.filename).resolve() != Path(__file__).resolve() and f.filename[0] != "<"]
     where = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text[:300]}{where}"
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:296] + ' ...'}{where}"

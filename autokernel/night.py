@@ -110,8 +110,9 @@ class Work:
         return next((r for r in reversed(self.experiments) if r.decision in KEPT), None)
 
     @property
-    def wins(self) -> int:
-        return sum(r.decision == "keep" for r in self.experiments)
+    def headroom_known(self) -> bool:
+        """Whether a roofline says how much faster it can get: not on a CPU."""
+        return bool(self.pct_roofline or (self.plan or {}).get("pct_roofline"))
 
     @property
     def hours(self) -> float:
@@ -132,8 +133,17 @@ class Work:
     @property
     def keep_rate(self) -> float:
         """How likely the next experiment is kept: the recent ones, with one kept and one not added (Laplace)."""
-        recent = [r for r in self.lately if r.decision != "baseline"][-RECENT:]
-        return (sum(r.decision == "keep" for r in recent) + 1) / (len(recent) + 2)
+        return (gains(self._recent) + 1) / (len(self._recent) + 2)
+
+    @property
+    def _recent(self) -> list[Row]:
+        return [r for r in self.lately if r.decision != "baseline"][-RECENT:]
+
+    @property
+    def luck(self) -> str:
+        """What `keep_rate` rests on."""
+        recent = self._recent
+        return f"{gains(recent)} of the last {len(recent)} ideas gained" if recent else "no idea tried"
 
     def spent(self) -> tuple[float, float]:
         """(share of the original model's time that the target takes now, share at its roofline).
@@ -178,13 +188,23 @@ class Work:
         if (self.pct_roofline or 0) >= rules.near_peak_pct and (self.speedup or 0) >= 1:
             return f"finished: {self.pct_roofline:.0f} % of the roofline, {self.speedup:.2f}x"
         now, floor = self.spent()
-        if self.plan and not self.problem and 100 * (now - floor) < rules.min_model_gain_pct:
-            return f"at most {100 * max(0.0, now - floor):.1f} % of the model's time is left in it"
+        left = 100 * max(0.0, now - floor if self.headroom_known else now)
+        if self.plan and not self.problem and left < rules.min_model_gain_pct:
+            return f"at most {left:.1f} % of the model's time is left in it"
         return ""
 
     def revisitable(self, rules: Rules) -> bool:
         reason, again = self.closed(rules)
         return bool(reason) and again and sum(r.decision == "revisit" for r in self.since_reset) < rules.revisits
+
+
+def kept(rows: Iterable[Row]) -> int:
+    """How many are kept: gains over a target's best kernel, and each target's first right kernel, its baseline."""
+    return sum(r.decision in KEPT for r in rows)
+
+
+def gains(rows: Iterable[Row]) -> int:
+    return sum(r.decision == "keep" for r in rows)
 
 
 def _after(rows: list[Row], decision: str) -> list[Row]:
@@ -252,6 +272,11 @@ class Night:
         return [r for r in self.rows if r.decision not in CONTROLS]
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether times of the plan or of an experiment are a CPU's."""
+        return (self.plan or {}).get("device") == "cpu" or any(r.device == "cpu" for r in self.experiments)
+
+    @property
     def mine(self) -> list[Row]:
         """Experiments of this checkout's own agent."""
         return [r for r in self.experiments if (r.worker or MAIN) == me()]
@@ -266,6 +291,11 @@ class Night:
         saved = sum(w.plan["share"] - w.spent()[0] for w in self.candidates if w.plan)
         now, floor = work.spent()
         return 100 * max(0.0, now - floor) / max(1e-9, 1 - saved)
+
+    def headroom(self, work: Work) -> str:
+        """`model_gain` in words, where it is known."""
+        known = f"{self.model_gain(work):.1f} % of today's time lies above its roofline"
+        return known if work.headroom_known else "how much of it can be gained is unknown (no roofline)"
 
     def priority(self, work: Work) -> float:
         """Expected gain of the model by the next experiment, in percent."""
@@ -304,9 +334,8 @@ class Night:
         if not work.plan:
             return "the operator of kernel.py"
         if work.problem:
-            return f"{work.size}, {work.plan['where']}, {100 * work.keep_rate:.0f} % chance of a gain"
-        return (f"{100 * work.plan['share']:.1f} % of the model's time, {self.model_gain(work):.1f} % of today's time "
-                f"lies above its roofline, {100 * work.keep_rate:.0f} % chance of a gain")  # fmt: skip
+            return f"{work.size}, {work.plan['where']}, {work.luck}"
+        return f"{100 * work.plan['share']:.1f} % of the model's time, {self.headroom(work)}, {work.luck}"
 
 
 def read_plan() -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from autokernel.digest import number, table  # noqa: E402
-from autokernel.night import KEPT, Night, Work  # noqa: E402
+from autokernel.night import KEPT, Night, Work, gains, kept  # noqa: E402
 from autokernel.paths import atomic_write, shared, workspace  # noqa: E402
 from autokernel.records import Ledger, now  # noqa: E402
 
@@ -69,10 +69,11 @@ def _level(level: str) -> str:
 
 def _summary(night: Night) -> list[Block]:
     rows = night.experiments
-    wins, hours = sum(r.decision == "keep" for r in rows), sum(r.duration_s or 0 for r in rows) / 3600
+    wins, hours = gains(rows), sum(r.duration_s or 0 for r in rows) / 3600
     failed = sum(r.correctness != "PASS" for r in rows)
-    each = f"; {len(rows) / wins:.1f} experiments and {60 * hours / wins:.0f} minutes per kept win" if wins else ""
-    text = f"{len(rows)} experiments in {hours:.1f} h: {wins} kept, {failed} failed{each}. Written {now()}."
+    each = f"; {len(rows) / wins:.1f} experiments and {60 * hours / wins:.0f} minutes per gain" if wins else ""
+    text = (f"{len(rows)} experiments in {hours:.1f} h: {kept(rows)} kept ({wins} gains), {failed} failed{each}. "
+            f"Written {now()}.")  # fmt: skip
     beat = workspace() / "heartbeat.json"
     cost = json.loads(beat.read_text()).get("cost") if beat.exists() else 0
     text += f" The agent's last run cost {cost:.2f}." if cost else ""
@@ -87,9 +88,9 @@ def _target(work: Work) -> list[Block]:
         blocks.append(("picture", (f"roofline-{work.name}".replace("/", "-"), picture)))
     else:
         blocks.append(("text", "No roofline: no experiment ran on a GPU whose peaks are known."))
-    for title, kept in (("Kept", True), ("Rejected", False)):
+    for title, good in (("Kept", True), ("Rejected", False)):
         tried = [["#", "idea", "outcome", "us", "gain", "why"]]
-        for r in (r for r in work.experiments if (r.decision in KEPT) == kept):
+        for r in (r for r in work.experiments if (r.decision in KEPT) == good):
             gain = number(r.paired_gain_pct, "+.1f", " %")
             tried.append([str(r.experiment), r.description, r.correctness, number(r.latency_us), gain, r.reason])
         if len(tried) > 1:
@@ -115,10 +116,10 @@ def _progress(night: Night) -> bytes:
     for index, work in enumerate(night.works):
         colour = f"C{index % 10}"
         measured = [r for r in work.experiments if r.speedup_vs_pytorch]
-        for kept, marker in ((True, "o"), (False, "x")):
-            some = [r for r in measured if (r.decision in KEPT) == kept]
+        for good, marker in ((True, "o"), (False, "x")):
+            some = [r for r in measured if (r.decision in KEPT) == good]
             axes.scatter([order[r.experiment] for r in some], [r.speedup_vs_pytorch or 0.0 for r in some], color=colour,
-                         marker=marker, s=28 if kept else 14, alpha=1 if kept else 0.5)  # fmt: skip
+                         marker=marker, s=28 if good else 14, alpha=1 if good else 0.5)  # fmt: skip
         kept_rows = [r for r in measured if r.decision in KEPT]
         if kept_rows:
             ends = [*kept_rows, kept_rows[-1]]

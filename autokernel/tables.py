@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+CPU = "times are a CPU's, not a measurement; shares hold for this CPU only"
 HEADER = ("#", "operator", "where", "shape", "dtype", "calls", "ms", "share", "cum", "bound", "roof", "at most")
 
 
@@ -24,30 +25,24 @@ def percent(value: float | None) -> str:
 
 
 def table(rows: list[tuple[str, ...]], columns: int) -> list[str]:
-    """Aligned lines, one a row where there is room for where and shape, else two."""
+    """Aligned lines, one a row where there is room for all of it, else where and shape below the numbers."""
     numbers = [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
     wide = {i: max(len(r[i]) for r in [HEADER, *rows]) for i in range(len(HEADER))}
     fixed = sum(wide[i] + 2 for i in numbers)
-    room = columns - fixed - 2
-    if room >= 36:
-        where = min(wide[2], max(14, room - wide[3]))
-        plan = {**wide, 2: where, 3: min(wide[3], room - where)}
-        return [_line(r, range(len(HEADER)), plan) for r in [HEADER, *rows]]
-    lines = [_line(HEADER, numbers, wide), " " * (wide[0] + 2) + "where, shape"]
+    if fixed + wide[2] + 2 + wide[3] <= columns:
+        return [_line(r, range(len(HEADER)), wide) for r in [HEADER, *rows]]
+    indent = " " * (wide[0] + 2)
+    lines = [_line(HEADER, numbers, wide), f"{indent}where, shape"]
     for row in rows:
-        second = " " * (wide[0] + 2) + f"{row[2]}  {row[3]}"
-        lines += [_line(row, numbers, wide), second[:columns]]
+        below = textwrap.wrap(f"{row[2]}  {row[3]}", columns, initial_indent=indent, subsequent_indent=indent)
+        lines += [_line(row, numbers, wide), *below]
     return lines
 
 
 def _line(row: tuple[str, ...], columns: Iterable[int], wide: dict[int, int]) -> str:
     left = (1, 2, 3, 4, 9)
-    words = [_cut(row[i], wide[i]).ljust(wide[i]) if i in left else row[i].rjust(wide[i]) for i in columns]
+    words = [row[i].ljust(wide[i]) if i in left else row[i].rjust(wide[i]) for i in columns]
     return "  ".join(words).rstrip()
-
-
-def _cut(text: str, room: int) -> str:
-    return text if len(text) <= room else text[: room - 2] + ".."
 
 
 def summary(v: dict[str, Any], top: int = 25) -> str:
@@ -55,15 +50,15 @@ def summary(v: dict[str, Any], top: int = 25) -> str:
     room = width()
     kind = "device time" if v["device"] != "cpu" else "CPU time"
     pairs = {
-        "model": f"{v['model']}, {v['parameters'] / 1e6:.1f}M parameters, {v['dtype']}",
+        "model": f"{v['model']}, {count(v['parameters'])} parameters, {v['dtype']}",
         "inputs": v["inputs"],
-        "device": v["device"] if v["device"] != "cpu" else "cpu (shares hold for this CPU only)",
+        "device": v["device"] if v["device"] != "cpu" else f"cpu ({CPU})",
         kind: f"{v['total_ms']:.4g} ms a forward (the model as it is: {v['as_is_ms']:.4g} ms)",
         **{mode: f"{ms:.4g} ms wall" for mode, ms in v["modes_ms"].items()},
         "in sites": f"{_share(v['time_in_sites'])} of the time, {_share(v['flops_in_sites'])} of "
                     f"{v['flops'] / 1e9:.4g} GFLOP",
     }  # fmt: skip
-    lines = [f"{key + ':':<29}{text}"[:room] for key, text in pairs.items()]
+    lines = [line for key, text in pairs.items() for line in wrapped(f"{key + ':':<28} {text}", 29)]
     if v["targets"]:
         lines += ["", *table([cells(r) for r in v["targets"][:top]], room)]
     if any((r["pct_roofline"] or 0) > 100 for r in v["targets"][:top]):
@@ -73,7 +68,13 @@ def summary(v: dict[str, Any], top: int = 25) -> str:
     if v["other"]:
         lines += ["", "other (no operator of ours; not extracted)", *_other_lines(v["other"], room, top)]
     lines += [""] * bool(v["notes"]) + [line for n in v["notes"] for line in wrapped(f"note: {n}")]
-    return "\n".join(lines + verdict(v))
+    return "\n".join(lines + [line for text in verdict(v) for line in wrapped(text) or [""]])
+
+
+def count(number: int) -> str:
+    """`124.4M`, `32.1K`, `640`."""
+    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "K")) if number >= s), (1.0, ""))
+    return f"{number / scale:.1f}{unit}" if unit else str(number)
 
 
 def _share(value: float | None) -> str:
@@ -84,7 +85,7 @@ def _other_lines(rows: list[dict[str, Any]], width: int, top: int) -> list[str]:
     shown, lines = [r for r in rows if r["share"] >= 0.001][: max(5, top // 2)], []
     for row in shown:
         text = f"  {row['ms']:>8.4g} ms {100 * row['share']:>5.1f}%  {row['op']} {row['shape']} {row['dtype']}".rstrip()
-        lines.append(f"{text}  {row['where']}"[:width])
+        lines += textwrap.wrap(f"{text}  {row['where']}", width, subsequent_indent=" " * 20)
         if row["reason"]:
             lines += textwrap.wrap(row["reason"], width, initial_indent=" " * 20, subsequent_indent=" " * 20)
     if hidden := rows[len(shown) :]:
@@ -117,4 +118,4 @@ def width() -> int:
 
 
 def wrapped(text: str, indent: int = 2) -> list[str]:
-    return textwrap.wrap(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.wrap(text, width(), subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)

@@ -2,7 +2,9 @@
 
     uv run profile.py --model models/custom.py --class-name CustomModel --dtype float16
     uv run extract.py --top 5
-    uv run verify.py --model models/custom.py --class-name CustomModel --dtype float16
+    uv run verify.py --starters
+
+Without a GPU give the first one --input-shape 1,8,512 as well: Triton's interpreter is slow.
 
 The model is built as `CustomModel(**model_kwargs)`, put into eval mode, cast to --dtype and run without gradients.
 Files beside this one can be imported as usual. Weights: load them at the end of __init__; without, they are seeded

@@ -42,6 +42,23 @@ def test_a_typo_names_what_was_meant():
     assert "unrecognized arguments: --size large (did you mean --sizes?)" in said
 
 
+@pytest.mark.parametrize("script", ["bench.py", "profile.py"])
+def test_a_wrong_choice_lists_the_right_ones(script):
+    said = line(sys.executable, script, "--dtype", "float12")
+    assert "fp16" in said and "''" not in said
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_control_c_is_one_line(script, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import argparse\ndef interrupt(*_):\n    raise KeyboardInterrupt\n"
+        "argparse.ArgumentParser.parse_args = interrupt\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"{script}: interrupted\n")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_python_without_the_packages(script, tmp_path):
     """Stands in for `python bench.py` outside the environment: a finder that knows no PyTorch."""

@@ -107,6 +107,37 @@ def test_positions_beyond_the_table_are_an_error_not_a_device_assert(source):
         load("--model", path, "--input-shape", "1,10")
 
 
+def test_a_shape_that_does_not_fit_is_named(source):
+    path = source("""
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.word, self.position = nn.Embedding(11, 8), nn.Parameter(torch.zeros(9, 8))
+            def forward(self, ids):
+                return self.word(ids) + self.position[: ids.shape[1]]
+        """)
+    says = r"--input-shape 1,10 does not fit Net \(token ids .*size of tensor a \(10\) must match.*give another"
+    with pytest.raises(ModelError, match=says):
+        load("--model", path, "--input-shape", "1,10")
+
+
+@pytest.mark.parametrize(("body", "says"), [
+    ("return None", "returned None, a NoneType"),
+    ("return 'ids'", "returned 'ids', a str"),
+    ("return torch.nn.ReLU()", "a ReLU"),
+    ("raise KeyError('the cause')", "KeyError: 'the cause'.*model.py line"),
+    ("raise SystemExit('the cause')", "SystemExit: the cause"),
+])  # fmt: skip
+@pytest.mark.parametrize("option", [True, False])
+def test_inputs_that_are_none(source, body, says, option):
+    """By --inputs or example_inputs: what it was, where, and what is allowed."""
+    name = "given" if option else "example_inputs"
+    text = "class A(nn.Linear):\n    def __init__(self): super().__init__(2, 2)\n"
+    path = source(text + f"def {name}():\n    {body}\n")
+    with pytest.raises(ModelError, match=f"{name}: .*{says}.*must return a tensor, a tuple or list .* or a dict"):
+        load("--model", path, "--class-name", "A", *(["--inputs", f"{path}:given"] if option else []))
+
+
 def test_frozen_dataclass_config_and_sibling_file(source):
     config = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Settings:\n    dim: int = 6\n"
     source("", "my_settings.py").write_text("from __future__ import annotations\n" + config)
@@ -156,6 +187,8 @@ def test_several_inputs(source, tmp_path):
         """)
     loaded = load("--model", path, "--class-name", "Two", "--inputs", f"{path}:inputs", "--dtype", "fp16")
     assert loaded.kwargs["scale"].dtype == torch.float16 and loaded().dtype == torch.float16
+    words = ("--class-name", "KeywordOnly", "--inputs", f"{path}:inputs", "--input-shape", "3,4")
+    assert "--inputs" in " ".join(load("--model", path, *words).notes)
     assert load("--model", path, "--class-name", "KeywordOnly").kwargs["features"].shape == (8, 4)
     with pytest.raises(ModelError, match=r"forward needs 2 arguments \(x, y\).*--inputs"):
         load("--model", path, "--class-name", "Three")
@@ -239,6 +272,9 @@ def test_usage_errors(tmp_path):
         load("--model", tmp_path / "none.py")
     with pytest.raises(ModelError, match="--model FILE or --module"):
         load()
+    for name in ("cuda:99", "mps", "gpu"):
+        with pytest.raises(ModelError, match=f"--device {name}: no such device here.*allowed: .*cpu"):
+            models.load(options("--model", repo_root() / "models" / "custom.py", "--device", name))
     with pytest.raises(ModelError, match="--module no_such_package"):
         load("--module", "no_such_package", "--class-name", "X")
 
@@ -257,9 +293,12 @@ def test_transformers_from_config(tmp_path):
     for name, given in (("AutoModelForCausalLM", tmp_path), ("LlamaModel", tmp_path / "config.json")):
         loaded = load("--module", "transformers", "--class-name", name, "--config", given, "--dtype", "bf16")
         assert loaded.kwargs["input_ids"].shape == (1, 16) and loaded.kwargs["use_cache"] is False
+        assert loaded.name == name.replace("AutoModel", "Llama")
         assert loaded.dtype == torch.bfloat16
         inverse = next(b for n, b in loaded.model.named_buffers() if n.endswith("inv_freq"))
         assert inverse.dtype == torch.float32  # in half precision far positions would be wrong
+    with pytest.raises(ModelError, match="--pretrained ID_OR_FOLDER, or --config"):
+        load("--module", "transformers", "--class-name", "AutoModelForCausalLM")
     with pytest.raises(ModelError, match="AutoModelForCausalLM: .*Error"):
         load("--module", "transformers", "--class-name", "AutoModelForCausalLM", "--pretrained", tmp_path / "nothing")
 

@@ -19,6 +19,7 @@ import pytest
 
 from autokernel.night import Rules, code_lines, decide, same_code
 from autokernel.records import Ledger
+from autokernel.tables import CPU
 from tests import night
 
 ROOT = Path(__file__).parent.parent
@@ -346,6 +347,34 @@ def test_rules_are_kept_and_a_left_target_is_revisited_once(begun):
     assert begun.run("next").startswith("DONE") and "plateau 2" in begun.run("plan")
 
 
+def test_a_cpu_s_plan_says_so_and_makes_nothing_up(begun):
+    begun.env["COLUMNS"] = "80"
+    begun.plan(t1_rmsnorm=0.5, t2_rmsnorm=0.004)
+    path, record = (begun.root / "workspace" / name for name in ("plan.json", "last_run.json"))
+    plan = json.loads(path.read_text())
+    for target in plan["targets"]:
+        target |= {"pct_roofline": None, "bound": None}
+    path.write_text(json.dumps({**plan, "device": "cpu"}))
+    said = begun.run("next")
+    assert said.startswith("NEXT 1_rmsnorm: 50.0 %") and "no idea tried" in said
+    assert "unknown (no roofline)" in said and "above its roofline" not in said and "chance" not in said
+    begun.bench()
+    record.write_text(json.dumps({**json.loads(record.read_text()), "gpu_name": None, "pct_peak_bandwidth": None,
+                                  "pct_measured_bandwidth": None}))  # fmt: skip
+    outputs = [said, begun.run("record", "-m", "starter"), *(begun.run(c) for c in ("plan", "status", "history"))]
+    assert "kept" in outputs[1]
+    assert all(f"note: {CPU}" in output for output in outputs)
+    assert max(len(line) for output in outputs[2:] for line in output.splitlines()) <= 80
+    assert "2_rmsnorm: open" in outputs[3]  # 0.4 % may be all there is to gain, which is more than 0.3 %
+    begun.run("report")
+    report = (begun.root / "workspace" / "report.md").read_text()
+    assert "1: 1 kept (0 gains), 0 failed" in outputs[3] and "1 kept (0 gains), 0 failed" in report
+    assert "Kept: 1" in report and re.search(r"#1 .* \| 1 \| 1 \|", report)
+    begun.plan(t3_rmsnorm=0.5)
+    begun.run("start", "june")
+    assert CPU not in begun.run("status")
+
+
 def test_another_model_does_not_inherit(begun):
     begun.plan(t1_rmsnorm=0.5)
     begun.run("next")
@@ -657,6 +686,7 @@ def test_three_experiments_with_the_real_bench(begun):
         done = subprocess.run([sys.executable, "bench.py"], cwd=repo.root, capture_output=True, text=True, timeout=200,
                               env={**repo.env, "AUTOKERNEL_CACHE": str(repo.root / "workspace/cache")})  # fmt: skip
         assert done.returncode in (0, 1), done.stderr
+        assert done.stderr == 'next: uv run orchestrate.py record -m "what was tried"\n'
         return repo.run("record", "-m", "x")
 
     assert "BASELINE" in experiment(ONE_BLOCK)

@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+import re
 import sys
 import textwrap
 
 import pytest
 import torch
 
-from autokernel import profiling, sites, tables, targets
+from autokernel import gitkeep, profiling, sites, tables, targets
 from autokernel.graph import Capture
 from autokernel.models import Loaded
 from autokernel.paths import repo_root
@@ -101,6 +102,18 @@ def test_on_a_cpu_the_outermost_operators_count():
     assert {k: a.us for k, a in found.items()} == {"0.1": 90.0, "outside aten::copy_ [[3, 4]]": 50.0, "site 0": 50.0}
 
 
+def test_a_disturbed_pass_does_not_count():
+    """Three passes of two nodes, each disturbed in another pass, the second one missing from a pass altogether."""
+    events = []
+    for start, first, second in ((1000, 20, 900), (3000, 800, 30), (5000, 22, 0)):
+        events.append(event("user_annotation", FORWARD, start, 1900))
+        for node, at, length in ((1, start + 10, first), (2, start + 950, second)):
+            if length:
+                events.append(event("user_annotation", f"{RANGE}0.{node}", at, length + 2))
+                events.append(event("cpu_op", "aten::linear", at + 1, length))
+    assert {k: (a.us, a.launches) for k, a in attribute(events, False).items()} == {"0.1": (22, 1), "0.2": (30, 1)}
+
+
 # ---- from a model to targets ----------------------------------------------------------------------------------------
 
 LLAMA = """
@@ -113,7 +126,7 @@ LLAMA = """
     """
 
 
-def test_profile_then_extract(run, model, tmp_path):
+def test_profile_then_extract(run, model, tmp_path, monkeypatch):
     path = model(LLAMA.format(root=str(repo_root())))
     extras = ["--device", "cpu", "--plot", "--export-trace", "--memory-snapshot"]
     status, out, _ = run("profile", "--model", path, "--class-name", "Small", "--input-shape", "2,16", *extras)
@@ -140,6 +153,12 @@ def test_profile_then_extract(run, model, tmp_path):
     first = plan["targets"][0]
     assert first["model_speedup_if"]["2x"] == pytest.approx(1 / (1 - first["share"] / 2))
     assert {s["why"] for s in plan["skipped"] if s["rank"]} == {"beyond --top 3"}
+    assert plan["share"] + sum(s["share"] for s in plan["skipped"]) == pytest.approx(1)
+    assert tables.CPU in out and sum(float(p) for p in re.findall(r"^ +([\d.]+)%", out, re.M)) == pytest.approx(
+        100 * (1 - plan["share"]), abs=0.5)  # fmt: skip
+    for branch, command in ((True, "next"), (False, "start TAG")):
+        monkeypatch.setattr(gitkeep, "in_run", lambda branch=branch: branch)
+        assert run("extract", "--top", "3")[1].endswith(f"next: uv run orchestrate.py {command}\n")
     for read in targets.read_targets():
         starter = repo_root() / "kernels" / f"{read.spec.name}.py"
         assert (read.folder / "kernel.py").read_bytes() == starter.read_bytes()
@@ -264,6 +283,9 @@ def test_transformers_model(family, tmp_path, monkeypatch):
         calls[row["op"]] = calls.get(row["op"], 0) + row["calls"]
     assert calls == expected
     assert profile.values["flops_in_sites"] >= 0.9
+    if family == "Llama":
+        rotary = next(row for row in profile.targets if row["op"] == "rotary_embedding")
+        assert rotary["where"] == "model.layers.*.self_attn"
     json.dumps(profile.record())
     for row in profile.targets:  # what extract.py would write can be drawn and computed
         (tmp_path / "t").mkdir(exist_ok=True)
@@ -341,6 +363,10 @@ HARD = """
             self.net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
         def forward(self, x):
             return self.net(x)
+    class Talks(Parts):
+        def forward(me, x):
+            print("x is", tuple(x.shape))
+            return me.b(me.a(x))
     class Mutates(Parts):
         def __init__(self):
             super().__init__()
@@ -363,6 +389,7 @@ HARD = """
         ("Scripted", {"matmul": 2}, ""),
         ("Convolutions", {}, "nothing to extract"),
         ("Mutates", {"matmul": 2}, ""),
+        ("Talks", {"matmul": 2}, "each different one once on stderr"),
     ],
 )
 def test_hard_model(name, calls, says, run, model, tmp_path):
@@ -376,18 +403,26 @@ def test_hard_model(name, calls, says, run, model, tmp_path):
     assert found == calls and says in " ".join(out.split())
     parts = sum(r["ms"] for r in record["targets"]) + sum(r["ms"] for r in record["other"])
     assert parts == pytest.approx(record["total_ms"], rel=0.01)
+    assert ("x is" in out, err) == (False, "x is (8, 32)\n" if name == "Talks" else "")
+    assert not any(re.match(r"[LG]\W", row["where"]) for row in record["targets"] + record["other"])
     if name == "Convolutions":
         assert record["other"][0]["op"].startswith("aten::") and "aten::conv2d" in {r["op"] for r in record["other"]}
         status, _, err = run("extract")
         assert status == 2 and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+def test_counts_are_readable():
+    given = {640: "640", 32_080: "32.1K", 124_400_000: "124.4M", 6_738_415_616: "6.7B"}
+    assert {n: tables.count(n) for n in given} == given
+
+
+@pytest.mark.parametrize("columns", [80, 120, 160])
 def test_tables_fit_the_terminal(columns):
     row = {"rank": 12, "op": "rotary_embedding", "where": "model.layers.*.self_attn.rotary +3", "dtype": "fp16",
            "shape": "1x32x2048x128 2048x64", "calls": 64, "ms": 12.3456, "share": 0.0612, "cumulative": 0.9, "bound":
            "compute", "pct_roofline": 61.2, "at_most": 1.021}  # fmt: skip
     lines = tables.table([tables.cells(row), tables.cells({**row, "bound": None, "pct_roofline": None})], columns)
     assert max(map(len, lines)) <= columns
-    assert len(lines) == (6 if columns == 80 else 3)
-    assert all(word in " ".join(lines) for word in ("12.35", "6.1%", "90.0%", "61.2%", "1.02x", "compute", "n/a"))
+    assert len(lines) == (3 if columns == 160 else 6)
+    words = ("12.35", "6.1%", "90.0%", "61.2%", "1.02x", "compute", "n/a", row["where"], row["shape"])
+    assert all(word in " ".join(lines) for word in words)
