@@ -6,6 +6,7 @@ It also runs on Pythons that are too old for the rest, in order to say so.
 import argparse
 import difflib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -28,10 +29,13 @@ for needed in ("torch", "numpy", "rich", "filelock"):
 
 
 def _ended(kind, error, trace):
-    """Ctrl-C is an end like others: one line."""
+    """Ctrl-C is an end like others, and so is a full disk or a folder that cannot be written to: one line."""
     if issubclass(kind, KeyboardInterrupt):
         print(f"{SCRIPT}: interrupted", file=sys.stderr)
         sys.exit(130)
+    if issubclass(kind, OSError) and not os.environ.get("AUTOKERNEL_TRACEBACK"):
+        print(f"{SCRIPT}: {error}; AUTOKERNEL_TRACEBACK=1 in the environment shows where", file=sys.stderr)
+        sys.exit(CANNOT_RUN.get(SCRIPT, 2))
     sys.__excepthook__(kind, error, trace)
 
 

@@ -20,7 +20,7 @@ import traceback
 import typing
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -61,9 +61,12 @@ class Loaded:
         return self.call(self.model)
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """One forward pass of another form of the model: compiled, captured."""
-        with torch.no_grad():
-            return model(*self.args, **self.kwargs)
+        """One forward pass of another form of the model: compiled, captured. Raises ModelError where it would exit."""
+        try:
+            with torch.no_grad():
+                return model(*self.args, **self.kwargs)
+        except SystemExit as error:
+            raise ModelError(f"{self.name} ends the process in its forward pass: sys.exit({error.code!r})") from None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -397,7 +400,7 @@ def _make(
     extra = {k: tensor if v is ... else v for k, v in extra.items()}
     args, kwargs = ((tensor,), extra) if name is None else ((), {name: tensor, **extra})
     with _Tokens(tensor if tokens else None) as seen, torch.no_grad():
-        loaded.model(*args, **kwargs)
+        replace(loaded, args=args, kwargs=kwargs)()
     if tokens:
         if not (seen.own or seen.likely):
             raise ModelError("no embedding takes the ids")
