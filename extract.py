@@ -22,7 +22,7 @@ from typing import Any
 
 from autokernel.cli import Parser
 from autokernel.gitkeep import in_run
-from autokernel.paths import atomic_write, repo_root, shared, workspace
+from autokernel.paths import atomic_write, read_object, repo_root, shared, workspace
 from autokernel.tables import CPU, cells, table, width, wrapped
 
 STARTERS = {"triton": Path("kernels"), "cuda": Path("kernels/cuda")}
@@ -63,13 +63,15 @@ def read_profile() -> dict[str, Any]:
     path = shared() / "profile.json"
     try:
         data = path.read_bytes()
-        profile = json.loads(data)
+        profile = read_object(path)
         if profile["schema"] == 1:
+            if not all({"op", "shape", "share"} <= set(t) for t in profile["targets"]):
+                raise ValueError("a target lacks op, shape or share")
             return {**profile, "sha256": hashlib.sha256(data).hexdigest()}
         raise ValueError(f"schema {profile['schema']}, expected 1")
     except FileNotFoundError:
         raise ExtractError(f"no {path}; write it with: uv run profile.py --model FILE --class-name NAME") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ExtractError(f"{path}: {error}; write it anew with: uv run profile.py") from None
 
 
@@ -110,7 +112,7 @@ def choose(profile: dict[str, Any], args: argparse.Namespace) -> tuple[list[dict
 def earlier_targets(profile: dict[str, Any]) -> list[dict]:
     """Targets that were extracted from this very profile."""
     try:
-        plan = json.loads((shared() / "plan.json").read_text())
+        plan = read_object(shared() / "plan.json")
         return plan["targets"] if plan["profile_sha256"] == profile["sha256"] else []
     except (OSError, ValueError, KeyError):
         return []

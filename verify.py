@@ -25,7 +25,7 @@ from typing import Any
 from autokernel.cli import Parser  # isort: skip  (says what is missing before anything else misses it)
 from autokernel import models, tables
 from autokernel.apply import CallFault, Kernels, VerifyError, interpret_on_cpu
-from autokernel.paths import atomic_write, workspace
+from autokernel.paths import atomic_write, read_object, workspace
 from autokernel.source import KernelError
 from autokernel.targets import TargetError
 
@@ -95,7 +95,7 @@ def profiled(args: argparse.Namespace) -> argparse.Namespace:
     """The options of the profiled model; what is given on the command line counts more. Raises VerifyError."""
     path = workspace() / "profile.json"
     try:
-        values = json.loads(path.read_text())["options"]
+        values = read_object(path)["options"]
     except (OSError, ValueError, KeyError):
         raise VerifyError(f"no model in {path}: name one with --model FILE --class-name NAME, or run uv run profile.py "
                           "first") from None  # fmt: skip
@@ -111,7 +111,7 @@ def verified(args: argparse.Namespace, given: argparse.Namespace) -> dict[str, A
         args.all, args.starters, args.diagnose, not args.no_compile, args.max_autotune, not args.no_graph, args.warmup,
         args.timed, args.atol, args.rtol,
     )  # fmt: skip
-    with report.progress() as progress:
+    with report.progress() as progress, contextlib.redirect_stdout(models.Printed()):
         kernels = Kernels.starters() if args.starters else Kernels.kept()
         progress("building the model")
         loaded = models.load(given)

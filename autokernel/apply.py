@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import sys
 import warnings
@@ -130,8 +129,8 @@ def interpret_on_cpu(device: torch.device | str = "") -> None:
 
 def _slower(path: Path) -> set[str]:
     """sha256 of the kernels that a verification left out as slower than PyTorch."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        rows = json.loads(path.read_text())["rows"]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        rows = paths.read_object(path)["rows"]
         return {r["sha256"] for r in rows if r["sha256"] and r["ours_us"] and not r["used"]}
     return set()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from typing import Any
 
 from autokernel.night import CONTROLS, Night, Rules, Work, gains, kept
-from autokernel.paths import best_path, shared, workspace
+from autokernel.paths import best_path, read_object, shared, workspace
 from autokernel.records import Row
 from autokernel.tables import CPU, width, wrapped
 from autokernel.workers import MAIN, everyone
@@ -172,7 +171,7 @@ def status(night: Night) -> str:
             run=f"autokernel/{night.tag}",
             experiments=f"{len(rows)}: {kept(rows)} kept ({gains(rows)} gains), {failed} failed, {spent:.1f} h",
             current=night.current.name if night.current else "none",
-            driver=_beat(json.loads(beat.read_text())) if beat.exists() else None,
+            driver=_beat(read_object(beat)) if beat.exists() else None,
         ),
         *caution(night.on_cpu), "", *targets(night), *workers(night), "", "next: uv run orchestrate.py next",
     ])  # fmt: skip

@@ -24,7 +24,7 @@ from autokernel import digest
 from autokernel.gitkeep import Repo
 from autokernel.keep import unrecorded
 from autokernel.night import Night, NightError, gains
-from autokernel.paths import atomic_write, repo_root, workspace
+from autokernel.paths import atomic_write, read_object, repo_root, workspace
 from autokernel.records import Ledger, now
 
 IDLE_SESSIONS = 30  # sessions in a row without an experiment before the driver gives up: about seven hours
@@ -193,6 +193,6 @@ class Driver:
     def _refuse_orphan(self) -> None:
         """An agent whose driver was killed may still be at work on the same kernel.py."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            pid = json.loads((workspace() / "heartbeat.json").read_text())["agent_pid"]
+            pid = read_object(workspace() / "heartbeat.json")["agent_pid"]
             if os.getsid(pid) == pid:
                 raise NightError(f"an earlier run's agent, process {pid}, still works here; end it: kill -- -{pid}")

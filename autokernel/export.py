@@ -110,9 +110,9 @@ def verdict(source: KernelSource, workspace: Path | None = None, target: str = "
     others: list[dict[str, Any]] = []
     for place in places:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            record = json.loads(place.read_text())
+            record = paths.read_object(place)
             same = record["source_sha256"] == source.sha256 and target in ("", record.get("target"))
-            (mine if same else others).append(record)
+            (mine if same else others).append(record | {"started": record["started"]})
     mine.sort(key=lambda r: (not _objection(r), r.get("device") == "cuda", len(r.get("sizes") or ()), r["started"]))
     judge = f"judge it with: uv run bench.py --kernel {source.path}"
     if mine:

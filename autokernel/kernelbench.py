@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autokernel.paths import atomic_write, cache_dir, repo_root, shared, target_folder, workspace
+from autokernel.paths import atomic_write, cache_dir, read_object, repo_root, shared, target_folder, workspace
 
 HUB = "ScalingIntelligence/KernelBench"
 LEVELS = ("1", "2", "3", "4", "custom")
@@ -209,7 +209,7 @@ def load_problem(level: str, number: int) -> Problem:
 def read_problem(folder: Path) -> Problem:
     """The problem of a folder. Raises ProblemError when it is not the one that the folder was made for."""
     try:
-        facts = json.loads((folder / "problem.json").read_text())
+        facts = read_object(folder / "problem.json")
         code = (folder / "problem.py").read_text()
         found = Problem(facts["level"], facts["id"], facts["name"], code, facts["source"])
         if found.sha256 != facts["sha256"]:
@@ -322,7 +322,7 @@ def plan(problems: list[Problem], backend: str) -> str:
     planned here, OSError.
     """
     path = shared() / "plan.json"
-    old = json.loads(path.read_bytes()) if path.exists() else {"targets": []}
+    old = read_object(path) if path.exists() else {"targets": []}
     if others := [t["name"] for t in old["targets"] if not t["name"].startswith("kb/")]:
         raise ProblemError(f"{path} plans a model ({', '.join(others[:3])}); move it away: mv {path} {path}.model, "
                            "or work in a clone of its own")  # fmt: skip
@@ -347,7 +347,7 @@ def plan(problems: list[Problem], backend: str) -> str:
 def planned(problem: Problem) -> bool:
     """Whether the problem is a target of the night: then `orchestrate.py record` decides what its best kernel is."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return any(t["name"] == problem.key for t in json.loads((shared() / "plan.json").read_bytes())["targets"])
+        return any(t["name"] == problem.key for t in read_object(shared() / "plan.json")["targets"])
     return False
 
 

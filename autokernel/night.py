@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from autokernel.kernelbench import KERNEL_TYPE
-from autokernel.paths import atomic_write, operator_of, repo_root, shared, workspace
+from autokernel.paths import atomic_write, operator_of, read_object, repo_root, shared, workspace
 from autokernel.records import Ledger, Row, RunRecord
 from autokernel.workers import MAIN, claims, me
 
@@ -52,7 +52,7 @@ class Rules:
     @classmethod
     def read(cls) -> Rules:
         try:
-            return cls(**json.loads((shared() / "rules.json").read_text()))
+            return cls(**read_object(shared() / "rules.json"))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError) as error:
@@ -342,7 +342,7 @@ def read_plan() -> dict[str, Any] | None:
     """workspace/plan.json, or None where no model was extracted."""
     path = shared() / "plan.json"
     try:
-        plan = json.loads(path.read_bytes())
+        plan = read_object(path)
         if all({"name", "op", "shape", "dtype", "share"} <= set(t) for t in plan["targets"]):
             return plan
         raise ValueError("a target lacks name, op, shape, dtype or share")

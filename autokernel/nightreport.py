@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 from typing import Any
 
 import matplotlib
@@ -15,7 +14,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 
 from autokernel.digest import number, table  # noqa: E402
 from autokernel.night import KEPT, Night, Work, gains, kept  # noqa: E402
-from autokernel.paths import atomic_write, shared, workspace  # noqa: E402
+from autokernel.paths import atomic_write, read_object, shared, workspace  # noqa: E402
 from autokernel.records import Ledger, now  # noqa: E402
 
 Block = tuple[str, Any]  # ("title" | "text" | "table" | "picture", content)
@@ -50,17 +49,17 @@ def _result(night: Night) -> list[Block]:
         return [("title2", "KernelBench"), *(("text", _level(level)) for level in levels)]
     path = workspace() / "verify.json"
     try:
-        values = json.loads(path.read_text())
+        values = read_object(path)
         plain = {k: v for k, v in values.items() if not isinstance(v, (dict, list))}
         text = values.get("headline") or ", ".join(f"{k} {v}" for k, v in plain.items())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         text = "Not measured yet. Speedups below are of single kernels; run uv run verify.py for the model's own."
     return [("title2", "The model, end to end"), ("text", text)]
 
 
 def _level(level: str) -> str:
     try:
-        v = json.loads((shared() / "kb" / level / "scores.json").read_text())
+        v = read_object(shared() / "kb" / level / "scores.json")
         fast = ", ".join(f"fast_{p} {100 * share:.3g} %" for p, share in v["fast_p"]["pytorch"].items())
         return f"Level {level}, all {v['problems']} problems: {v['scored']} scored, {v['right']} right; {fast}."
     except (OSError, ValueError, KeyError, TypeError):
@@ -75,7 +74,7 @@ def _summary(night: Night) -> list[Block]:
     text = (f"{len(rows)} experiments in {hours:.1f} h: {kept(rows)} kept ({wins} gains), {failed} failed{each}. "
             f"Written {now()}.")  # fmt: skip
     beat = workspace() / "heartbeat.json"
-    cost = json.loads(beat.read_text()).get("cost") if beat.exists() else 0
+    cost = read_object(beat).get("cost") if beat.exists() else 0
     text += f" The agent's last run cost {cost:.2f}." if cost else ""
     devices = sorted({r.device for r in rows if r.device})
     note = [("text", "Without a GPU the times are no measurement.")] if "cpu" in devices else []
@@ -138,7 +137,7 @@ def _roofline(work: Work) -> bytes | None:
     points = []
     for row in (r for r in work.experiments if r.correctness == "PASS"):
         path = Ledger().attempt(row.experiment or 0) / "record.json"
-        v = json.loads(path.read_text()) if path.exists() else {}
+        v = read_object(path) if path.exists() else {}
         known = ("throughput_tflops", "bandwidth_gb_s", "arithmetic_intensity", "pct_peak_compute",
                  "pct_peak_bandwidth")  # fmt: skip
         if all(v.get(k) for k in known):

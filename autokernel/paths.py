@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def repo_root() -> Path:
@@ -107,6 +108,14 @@ def operator_of(source: bytes) -> str:
         return str(names[-1]) if names else ""
     found = re.search(rb"^KERNEL_TYPE\s*=\s*[\"'](\w+)[\"']", source, re.MULTILINE)
     return found[1].decode() if found else ""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises OSError, and ValueError for anything else that lies there."""
+    values = json.loads(path.read_bytes())
+    if not isinstance(values, dict):
+        raise ValueError(f"holds {type(values).__name__}, expected a JSON object")
+    return values
 
 
 def fsync_dir(folder: Path) -> None:

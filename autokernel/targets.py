@@ -7,7 +7,6 @@ in workspace/active.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autokernel import ops
-from autokernel.paths import shared, target_folder, workspace
+from autokernel.paths import read_object, shared, target_folder, workspace
 from autokernel.spec import DTYPES, Case, OpSpec, axes_shape
 
 INTERPRETED_FLOPS = 1e7  # what Triton's interpreter does in some seconds
@@ -135,7 +134,7 @@ def read_target(folder: Path) -> Target:
     """Raises TargetError naming the file and what is wrong with it."""
     path = folder / "target.json"
     try:
-        values = json.loads(path.read_text())
+        values = read_object(path)
         spec = ops.get(values["op"])
         shapes = {name: tuple(a["shape"]) for name, a in values["args"].items()}
         strides = {name: tuple(a["strides"]) for name, a in values["args"].items()}
@@ -148,7 +147,7 @@ def read_target(folder: Path) -> Target:
             values.get("share"), tuple(values.get("sites", ())), values.get("reference_sha256", ""),
             target_key(spec.name, values["args"], {**spec.scalars, **values.get("scalars", {})}),
         )  # fmt: skip
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise TargetError(f"{path}: {what}; write it anew with: uv run extract.py") from None
 

@@ -699,3 +699,22 @@ def test_a_reference_that_computes_something_else_is_none(starters, tmp_path):
                 judged.run()
         else:
             assert judged.run()["correct"]
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", '"x"', '{"rows": null}', '{"rows": [1]}', "{", ""])
+def test_a_file_that_holds_something_else_hides_no_kernel(night, run, text):
+    workspace = night("Two")
+    known = [k.name for k in autokernel.load(workspace).kernels]
+    (workspace / "experiments" / "999").mkdir(parents=True)
+    for name in ("verify.json", "experiments/999/record.json", "last_run.json"):
+        (workspace / name).write_text(text)
+    assert [k.name for k in autokernel.load(workspace).kernels] == known
+    (workspace / "targets" / known[0] / "target.json").write_text(text)
+    kernels = autokernel.load(workspace)
+    assert [k.name for k in kernels.kernels] == known[1:] and "target.json: " in kernels.notes[0]
+    for name in ("profile.json", "plan.json"):
+        (workspace / name).write_text(text)
+        status, out, err = run("extract")
+        assert status == 2 and err.startswith("extract.py: ") and err.count("\n") == 1 and not out
+    status, _, err = run("verify", "--no-compile")
+    assert status == 3 and err.count("\n") == 1
