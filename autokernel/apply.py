@@ -218,11 +218,11 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class _Module:
-    """A graph with kernels in, as it runs and as torch.compile sees it, and the sites that they serve."""
+    """A graph with kernels in, as it runs and as torch.compile sees it; the sites that they serve, in order."""
 
     run: Callable
     traced: Callable
-    served: list[Site]
+    served: dict[Site, Kernel]
     guards: _Guards
 
 
@@ -285,7 +285,8 @@ class Applied:
         self.failed: dict[tuple[str, str], str] = {}  # (key of sites, kernel) -> what went wrong
         self.originals: Counter[str] = Counter()  # forward passes without any kernel, by reason
         self._choice: Choice | None = None  # None: the first candidate of each route
-        self._made: dict[tuple[Graph, frozenset, bool], _Module] = {}
+        self._made: dict[tuple[Graph, frozenset], _Module] = {}
+        self._fallbacks: dict[_Module, _Module] = {}
         self._saved: dict[Graph, dict[int, Any]] = {}  # inputs that claims were proven with, by place
         self._displaced: set[Site] = set()  # their inputs lie otherwise once other kernels are in
         self._signatures: dict[Any, bool] = {}  # inputs seen -> do they reach a kernel?
@@ -408,7 +409,7 @@ class Applied:
             module = self.modules[graph]
             if not module.guards.hold(values):
                 self.originals[OTHER_VALUES] += 1
-                module = self._module(graph, guarded=False)
+                module = self._unguarded(graph)
             out = module.run(*values)
             if self._watched is not None:
                 self._watched.append((graph, values, out))
@@ -429,27 +430,35 @@ class Applied:
             route = self.routes[site.key]
             (route.inner if site.inside else route.sites).append(site)
 
-    def _module(self, graph: Graph, guarded: bool = True) -> _Module:
-        """The graph with the chosen kernels in, tried once. guarded: also where sites hold for certain values only."""
+    def _module(self, graph: Graph) -> _Module:
+        """The graph with the chosen kernels in, tried once."""
         choice = self._choice
         if choice is None:
             choice = {r.key: usable[0] for r in self.routes.values() if (usable := self.usable(r))}
-        made = graph, frozenset((key, kernel.name) for key, kernel in choice.items()), guarded
+        made = graph, frozenset((key, kernel.name) for key, kernel in choice.items())
         if made not in self._made:
-            if guarded:
-                served = self._tried(graph, choice)
-            else:
-                served = [s for s in self._module(graph).served if not s.guards]
-            calls = {s: _counted(self.routes[s.key], choice[s.key], s) for s in served}
-            places = {n: i for i, n in enumerate(graph.origin)}
-            given = {places[n] for s in served for n in s.guards if graph.origin[n][0] == "input"}
-            # torch.compile does not look at values: there the model's own may not change, the caller's may
-            operators = {s: _operator(choice[s.key], s, self.routes[s.key]) for s in served
-                         if not given & {places[n] for n in s.guards}}  # fmt: skip
-            saved = {places[n]: self._saved[graph][places[n]] for s in served for n in s.guards}
-            self._made[made] = _Module(_quick(sites.replace(graph, calls)), sites.replace(graph, operators), served,
-                                       _Guards(saved, given))  # fmt: skip
+            served = self._tried(graph, choice)
+            self._made[made] = self._built(graph, {s: choice[s.key] for s in served})
         return self._made[made]
+
+    def _built(self, graph: Graph, served: dict[Site, Kernel]) -> _Module:
+        calls = {s: _counted(self.routes[s.key], kernel, s) for s, kernel in served.items()}
+        places = {n: i for i, n in enumerate(graph.origin)}
+        given = {places[n] for s in served for n in s.guards if graph.origin[n][0] == "input"}
+        # torch.compile does not look at values: there the model's own may not change, the caller's may
+        operators = {s: _operator(kernel, s, self.routes[s.key]) for s, kernel in served.items()
+                     if not given & {places[n] for n in s.guards}}  # fmt: skip
+        saved = {places[n]: self._saved[graph][places[n]] for s in served for n in s.guards}
+        return _Module(_quick(sites.replace(graph, calls)), sites.replace(graph, operators), served,
+                       _Guards(saved, given))  # fmt: skip
+
+    def _unguarded(self, graph: Graph) -> _Module:
+        """The same without the sites that hold for certain values only."""
+        full = self.modules[graph]
+        if full not in self._fallbacks:
+            served = {s: kernel for s, kernel in full.served.items() if not s.guards}
+            self._fallbacks[full] = self._built(graph, served)
+        return self._fallbacks[full]
 
     def _sites(self, graph: Graph) -> list[Site]:
         return [s for r in self.routes.values() for s in (*r.sites, *r.inner) if s.graph is graph]

@@ -45,7 +45,7 @@ class Model(nn.Module):
         return self.function(self, *inputs)
 
     def heads(self, x):
-        return self.line(x).view(2, 8, 2, 16).transpose(1, 2)
+        return self.line(x).view(2, -1, 2, 16).transpose(1, 2)
 
 
 def masked(self, x, mask):
@@ -124,7 +124,7 @@ def inputs():
     padded[:, 5:], zeros[:, 5:] = False, 0
     same = torch.cat((table, table), -1)
     return {
-        masked: [(x, every), (x, padded), (x, every)], added: [(x, every), (x, padded)],
+        masked: [(x, every), (x[:, :4], every[:, :4]), (x, padded), (x, every)], added: [(x, every), (x, padded)],
         rotated: [(x, same, same.sin()), (x, torch.randn(8, 16), torch.randn(8, 16))],
         silent_keys: [(x,), (zeros,)], clipped: [(x,), (x * 20,)], clamped_norm: [(x,), (x * 1e-3,)],
         overwritten_norm: [(x,)], overwritten_view: [(x,)], loss: [(x,)],
