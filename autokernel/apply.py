@@ -505,7 +505,7 @@ def _quick(module: fx.GraphModule) -> Callable:
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
             name = node.target._schema.name.partition("::")[2]
             bindings = (getattr(place, name, None) for place in (torch, torch._C._nn, torch.Tensor))
-            own = [b for b in bindings if b and not isinstance(b, FunctionType)]  # generated from the same schema
+            own = [b for b in bindings if callable(b) and not isinstance(b, FunctionType)]  # made from the same schema
             # but for losses, whose default is another there, and for lists with gaps, which they do not take
             gaps = any(isinstance(a, (list, tuple)) and None in a for a in node.args)
             other = gaps or any(a.name == "reduction" for a in node.target._schema.arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,33 @@ def value(node: fx.Node) -> torch.Tensor | None:
 def tensor(node: fx.Node) -> torch.Tensor:
     """`value` of a node that gives a tensor."""
     return node.meta["val"]
+
+
+def storage(node: fx.Node) -> int | None:
+    """What tells whether two nodes share memory: views have the storage of what they look at."""
+    held = value(node)
+    return held.untyped_storage()._cdata if held is not None else None
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose tensors an operator writes to in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = enumerate(node.target._schema.arguments)
+    marked = [(i, a.name) for i, a in schema if a.alias_info and a.alias_info.is_write]
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in marked]
+    flat = [n for g in given for n in (g if isinstance(g, (list, tuple)) else (g,))]
+    return [n for n in flat if isinstance(n, fx.Node)]
+
+
+def writers(graph: fx.Graph) -> dict[int | None, list[fx.Node]]:
+    """Storage -> the operators that write to it, in order."""
+    found: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        for place in written(node):
+            found[storage(place)].append(node)
+    found.pop(None, None)
+    return found
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
@@ -224,6 +251,8 @@ class Graph:
 
     def _lower(self, inputs: tuple) -> None:
         try:
+            if any("autocast" in str(n.target) for n in self.source.graph.nodes):
+                raise ValueError("autocast inside, which decides on dtypes as it runs")
             with torch.no_grad():
                 self.module = lower(self.source, inputs)
             self.lowered = True
@@ -266,10 +295,10 @@ class Capture:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.parted = False
-        # a loop over layers that breaks in each of them gives a graph per layer; hooks may come later
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # for good: a hook may come before any later call
+        # a loop over layers that breaks in each of them gives a graph per layer
         with torch._dynamo.config.patch(
-            recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem),
-            skip_nnmodule_hook_guards=False, allow_rnn=True,
+            recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem), allow_rnn=True
         ):
             try:
                 out = self._compiled(*args, **kwargs)
@@ -340,9 +369,12 @@ def canonical(graph: fx.Graph) -> None:
         if name(node) and _does_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    holders: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        holders[storage(node)].append(node)
     for node in list(graph.nodes):
         if name(node).endswith("_") and not name(node).startswith("_"):
-            _functional(node)
+            _functional(node, holders)
         if name(node) == "rms_norm" and operand(node, "eps") is None:
             node.args = (*node.args[:2], operand(node, "weight"), default_eps(tensor(operand(node, 0))))
             node.kwargs = {}
@@ -395,19 +427,22 @@ def _does_nothing(node: fx.Node) -> bool:
     return same and before.stride() == after.stride()
 
 
-def _functional(node: fx.Node) -> None:
-    """mul_(x, y) -> mul(x, y), where x is a fresh tensor that nothing else can see."""
+def _functional(node: fx.Node, holders: dict[int | None, list[fx.Node]]) -> None:
+    """mul_(x, y) -> mul(x, y), where x is a fresh tensor that nothing else can see. holders: nodes by their storage."""
     target = operand(node, 0)
-    if not name(target) or name(target) in VIEWS | CASTS or name(target).endswith("_"):
-        return  # not fresh: what another in-place operator returned is what that wrote to
-    if any(node < user or (user < node and name(user) in VIEWS | CASTS) for user in target.users):
-        return  # a view sees the write, or someone reads the old name and means the new value
+    if not name(target) or storage(target) is None:
+        return
+    if any(n is not target and n < node for n in holders[storage(target)]):
+        return  # not fresh, or a view sees the write
+    if any(node < user for user in target.users):
+        return  # someone reads the old name and means the new value
     others = [v for n in node.all_input_nodes if (v := value(n)) is not None and v.ndim and v.is_floating_point()]
     if any(other.dtype != tensor(target).dtype for other in others):
         return  # in place keeps the dtype that promotion would change
     overloads, old = getattr(aten, name(node)[:-1], None), node.target
     if isinstance(old, torch._ops.OpOverload) and overloads and old._overloadname in overloads.overloads():
         node.target = getattr(overloads, old._overloadname)
+        holders[storage(target)].remove(target)  # what follows looks at the new tensor
 
 
 # ---- what a node does -----------------------------------------------------------------------------------------------
@@ -423,8 +458,9 @@ def is_random(node: fx.Node) -> bool:
 def origins(graph: Graph) -> dict[fx.Node, frozenset[str]]:
     """What each node's value depends on: "parameter", "buffer", "float input", "other input", "random"."""
     found: dict[fx.Node, frozenset[str]] = {}
+    wrote: dict[int | None, set[str]] = defaultdict(set)  # kinds of what was written to a storage
     for node in graph.module.graph.nodes:
-        kinds = {kind for n in node.all_input_nodes for kind in found[n]}
+        kinds = {kind for n in node.all_input_nodes for kind in found[n] | wrote[storage(n) or -1]}
         if node.op == "placeholder":
             kind, given = graph.origin[node][0], value(node)
             floating = given is not None and given.is_floating_point()
@@ -432,7 +468,10 @@ def origins(graph: Graph) -> dict[fx.Node, frozenset[str]]:
         elif is_random(node) or name(node) == "empty":
             kinds.add("random")
         found[node] = frozenset(kinds)
-    return found
+        for place in written(node):
+            wrote[storage(place) or -1] |= kinds
+    # a node's tensor is what it is once all was written to it
+    return {node: kinds | wrote[storage(node) or -1] for node, kinds in found.items()}
 
 
 _PRODUCTS = frozenset("linear matmul mm bmm mv dot vdot _grouped_mm".split())  # summed over the first one's last axis

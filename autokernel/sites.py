@@ -35,8 +35,10 @@ from autokernel.graph import (
     origins,
     overload,
     region,
+    storage,
     tensor,
     value,
+    writers,
 )
 from autokernel.spec import DTYPES, OpSpec, SpecError, axes_shape, bind_axes, dtype_name
 from autokernel.targets import target_key
@@ -45,6 +47,7 @@ TOLERANCE = 1e-7  # of rms + |ref| in float64: eps = 1e-5 read as 1e-6 differs b
 RANDOM_SCALE = 2.0  # scores then reach 10 to 20, where a soft-cap at 50 bends by a percent
 ROW_SCALES = (0.0, 1e-3, 1.0, 30.0)
 _GENERIC = frozenset("cat stack pow sqrt exp".split())  # anchors that mostly mean something else: no reason is noted
+KEEPS_STATE = frozenset("batch_norm instance_norm _batch_norm_impl_index native_batch_norm cudnn_batch_norm".split())
 _NAMES = {dtype: short for short, dtype in DTYPES.items()}
 
 
@@ -54,7 +57,7 @@ class Site:
 
     nodes: the sub-graph in order, the last one gives the result. conditions: nodes outside of it that it reads besides
     its arguments (a mask): the claim holds for their values. conditional: they depend on the model's inputs.
-    tensors: argument -> fake tensor with the shape, strides and dtype that a kernel would see.
+    tensors: argument -> fake tensor with the shape, strides and dtype that a kernel would see. writers: of the graph.
     inside: the larger site that contains this one, if any.
     """
 
@@ -67,6 +70,7 @@ class Site:
     tensors: dict[str, torch.Tensor]
     dtype: str
     size: dict[str, Any]
+    writers: dict[int | None, list[fx.Node]]
     inside: Site | None = None
 
     @property
@@ -107,7 +111,9 @@ class Site:
         found: dict[fx.Node, None] = dict.fromkeys((*self.conditions, *self.fixed))
         todo = list(found)
         while todo:
-            for node in todo.pop().all_input_nodes:
+            made = todo.pop()
+            wrote = [n for w in self.writers.get(storage(made), ()) for n in w.all_input_nodes]
+            for node in (*made.all_input_nodes, *wrote):
                 if node not in found:
                     found[node] = None
                     todo.append(node)
@@ -210,13 +216,13 @@ def _claims(
     graph: Graph, specs: list[OpSpec], refused: dict[fx.Node, str], wanted: Callable[[Site], bool]
 ) -> list[tuple[fx.Node, list[Site]]]:
     """Anchors with their candidates, the preferred one first. What cannot be a site leaves its reason in `refused`."""
-    groups, depends = [], origins(graph)
+    groups, depends, wrote = [], origins(graph), writers(graph.module.graph)
     for node in graph.module.graph.nodes:
         for spec in specs:
             matcher = spec.sites.get(name(node))
             group: list[Site] = []
             for match in matcher(node) if matcher else ():
-                built = match if isinstance(match, str) else _candidate(graph, spec, match, depends)
+                built = match if isinstance(match, str) else _candidate(graph, spec, match, depends, wrote)
                 if isinstance(built, Site):
                     group += [built] * wanted(built)
                 elif name(node) not in _GENERIC:
@@ -226,7 +232,10 @@ def _claims(
     return groups
 
 
-def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, frozenset[str]]) -> Site | str:
+def _candidate(
+    graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, frozenset[str]],
+    wrote: dict[int | None, list[fx.Node]],
+) -> Site | str:  # fmt: skip
     """A closed, well-typed sub-graph for a claim, or why there is none."""
     leaves = {a.node for a in match.args.values() if isinstance(a, View)}
     nodes, conditions = region(match.output, leaves)
@@ -237,8 +246,11 @@ def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, 
         return "an argument is not read"
     if not match.output.users:
         return "its result is not used"
-    if writer := _overwritten(graph, nodes, {*leaves, *conditions}):
+    if writer := _overwritten(nodes, {*leaves, *conditions}, wrote):
         return f"{name(writer)} writes to what it reads before it has a result"
+    after = [n for n in graph.module.graph.nodes if nodes[-1] < n and storage(n) == storage(nodes[-1])]
+    if any(nodes[-1] < w for w in wrote.get(storage(nodes[-1]), ())) or any(name(n) == "as_strided" for n in after):
+        return "its result is written to in place, or looked at as memory"  # a kernel's may lie otherwise
     inside = set(nodes)
     for node in nodes:
         if is_random(node) or name(node).endswith("_"):
@@ -254,28 +266,23 @@ def _candidate(graph: Graph, spec: OpSpec, match: Match, depends: dict[fx.Node, 
         _check_result(spec, match, dtype, size)
     except (SpecError, RuntimeError, IndexError) as error:
         return str(error).splitlines()[0]
-    return Site(spec, graph, match, tuple(nodes), tuple(conditions), "other input" in kinds, tensors, dtype, size)
+    conditional = "other input" in kinds
+    return Site(spec, graph, match, tuple(nodes), tuple(conditions), conditional, tensors, dtype, size, wrote)
 
 
-def _overwritten(graph: Graph, nodes: list[fx.Node], read: set[fx.Node]) -> fx.Node | None:
+def _overwritten(
+    nodes: list[fx.Node], read: set[fx.Node], wrote: dict[int | None, list[fx.Node]]
+) -> fx.Node | None:
     """An operator among the nodes, but not of them, that writes in place to a tensor which they have read or made.
 
-    The operator that takes their place reads everything at the end. Views share a fake tensor's storage.
+    The operator that takes their place reads everything at the end.
     """
     inside, first, last = set(nodes), min(nodes), nodes[-1]
-    storages = {_storage(n) for n in (*read, *nodes)} - {None}
-    for node in graph.module.graph.nodes:
-        if first < node < last and node not in inside and isinstance(node.target, torch._ops.OpOverload):
-            written = [a for a, s in zip(node.args, node.target._schema.arguments, strict=False)
-                       if s.alias_info is not None and s.alias_info.is_write and isinstance(a, fx.Node)]  # fmt: skip
-            if any(_storage(n) in storages for n in written):
-                return node
+    for memory in {storage(n) for n in (*read, *nodes)}:
+        for writer in wrote.get(memory, ()):
+            if first < writer < last and writer not in inside:
+                return writer
     return None
-
-
-def _storage(node: fx.Node) -> int | None:
-    held = value(node)
-    return held.untyped_storage()._cdata if isinstance(held, torch.Tensor) else None
 
 
 def _typed_arguments(spec: OpSpec, match: Match) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
@@ -489,9 +496,9 @@ def replace(graph: Graph, kernels: Mapping[Site, Callable] | Iterable[tuple[Site
                 result = copied.call_function(overload(which), (result, *arguments))
         output.replace_all_uses_with(result)
     for node in copied.nodes:
-        if name(node) == "view":  # a kernel's result may lie otherwise in memory than the original's
+        if node.target is torch.ops.aten.view.default:  # a kernel's result may lie otherwise in memory
             node.target = torch.ops.aten.reshape.default
-    copied.eliminate_dead_code()
+    copied.eliminate_dead_code(lambda node: node.is_impure() or name(node) in KEEPS_STATE)
     module.recompile()
     return module
 

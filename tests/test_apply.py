@@ -107,6 +107,65 @@ def loss_of_classes(self, x, target):
     return F.cross_entropy(self.line(x).transpose(1, 2), target)
 
 
+def mask_by_a_view(self, x, mask):
+    k, q = torch.ones(2, 1, 1, 8, dtype=torch.bool), self.heads(x)
+    k[:, 0, 0] = mask
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=k)
+
+
+def mask_and_by_a_view(self, x, mask):
+    a, q = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril(), self.heads(x)
+    a[:, 0] &= mask[:, None]
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=a)
+
+
+def table_by_views(self, x, angles, shift):
+    q, cos, sin = self.heads(x), torch.empty(8, 16), torch.empty(8, 16)
+    cos[:, :8], cos[:, 8:] = angles.cos(), (angles + shift).cos()
+    sin[:, :8], sin[:, 8:] = angles.sin(), (angles + shift).sin()
+    return q * cos + torch.cat((-q[..., 8:], q[..., :8]), -1) * sin
+
+
+def diagonal(self, x):
+    k = self.heads(x)
+    scores = k @ k.transpose(-1, -2) / 4
+    scores.diagonal(dim1=-2, dim2=-1).fill_(-1e9)
+    return scores.softmax(-1) @ k
+
+
+def windows(self, x):
+    y = self.line(x)
+    y.unfold(-1, 4, 4).mul_(2)
+    return y
+
+
+def written_result(self, x):
+    q = self.heads(x)
+    out = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    out.view(2, 8, 32)[:, 0] = 5.0
+    return out * 1
+
+
+def many_written(self, x):
+    y = self.line(x)
+    variance = y.pow(2).mean(-1, keepdim=True)
+    torch._foreach_add_([y], 1)
+    return y * torch.rsqrt(variance + 1e-6) * self.weight
+
+
+def matrix_transposed(self, x):
+    return self.line(x) @ x.mT
+
+
+def bits(self, x):
+    return self.line(x).view(torch.int32).float()
+
+
+def narrower(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.line(x).float() + self.line(x.float())
+
+
 def gaps(self, x):
     y = self.line(x).clone()
     y[..., [0, 2]] = x[..., :2]
@@ -128,6 +187,9 @@ def inputs():
         rotated: [(x, same, same.sin()), (x, torch.randn(8, 16), torch.randn(8, 16))],
         silent_keys: [(x,), (zeros,)], clipped: [(x,), (x * 20,)], clamped_norm: [(x,), (x * 1e-3,)],
         overwritten_norm: [(x,)], overwritten_view: [(x,)], loss: [(x,)],
+        mask_by_a_view: [(x, every), (x, padded)], mask_and_by_a_view: [(x, every), (x, padded)],
+        table_by_views: [(x, table, torch.zeros(())), (x, table, torch.ones(()))], diagonal: [(x,)], windows: [(x,)],
+        written_result: [(x,)], many_written: [(x,)], matrix_transposed: [(x,)], bits: [(x,)], narrower: [(x,)],
         loss_of_classes: [(x, torch.zeros(2, 8, dtype=torch.long))], gaps: [(x,)], unused: [(x,), (x * 2,)],
     }  # fmt: skip
 
@@ -142,7 +204,7 @@ def test_every_call_is_right(kernels, function):
     served = {s.op for s in applied.served}
     assert served == {masked: {"matmul", "flash_attention"}, rotated: {"matmul", "rotary_embedding"},
                       added: {"matmul", "flash_attention"}, unused: {"rmsnorm"}}.get(function, served)  # fmt: skip
-    assert "flash_attention" not in served or applied.originals[apply.OTHER_VALUES] == 1
+    assert function not in (masked, added) or applied.originals[apply.OTHER_VALUES] == 1
 
 
 def test_a_mask_of_the_model_that_is_written_to(kernels):
@@ -234,6 +296,14 @@ def _saved(model):
 # ---- verify.py ------------------------------------------------------------------------------------------------------
 
 
+def few_are_huge(self, x):
+    return self.line(x).masked_fill(x > 1.5, -1e9)
+
+
+def few_are_the_least(self, x):
+    return self.line(x).masked_fill(x > 1.5, torch.finfo(x.dtype).min)
+
+
 class Slots:
     __slots__ = ("y",)
 
@@ -248,7 +318,7 @@ def in_slots(self, x):
     return out
 
 
-@pytest.mark.parametrize("function", [spectrum, in_slots], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [spectrum, in_slots, few_are_huge, few_are_the_least], ids=lambda f: f.__name__)
 def test_one_per_cent_too_much_is_seen(kernels, monkeypatch, function):
     options = verification.Options(compiled=False)
     product = Kernels(tuple(k for k in kernels.kernels if k.source.kernel_type == "matmul"))
