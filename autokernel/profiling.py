@@ -78,7 +78,8 @@ def attribute(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Activity]
         while (parent := parents.get(id(chain[0]))) is not None:
             chain.insert(0, parent)
         ranges = [e for e in chain if e.get("cat") not in LAUNCHES and e["name"].startswith(RANGE)]
-        return ranges, [e for e in chain if e.get("cat") == "cpu_op" and "::" in e["name"]]  # no compiler's regions
+        operators = [e for e in chain if e.get("cat") == "cpu_op" and "::" in e["name"]]  # no compiler's regions
+        return ranges, [e for e in operators if not e["name"].startswith(RANGE)]
 
     outermost = [(e, e) for e in spans if not on_gpu and any(op is e for op in around(e)[1][:1])]
     forwards = [id(e) for e in spans if e.get("cat") == "user_annotation" and e["name"] == FORWARD]
