@@ -26,11 +26,6 @@ if sys.version_info < (3, 10):  # noqa: UP036
 for needed in ("torch", "numpy", "rich", "filelock"):
     if importlib.util.find_spec(needed) is None:
         _end(f"{SCRIPT}: {sys.executable} has no {needed}; run: uv run {SCRIPT} (uv itself: pip install uv)")
-_torch = importlib.util.find_spec("torch")
-if _torch and _torch.origin and not (Path(_torch.origin).parent / "__pycache__").is_dir():
-    from autokernel.process import keep_bytecode  # an installation that was never compiled, perhaps cannot be
-
-    keep_bytecode()
 
 
 def _ended(kind, error, trace):

@@ -78,19 +78,3 @@ def test_an_old_python(script, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.version_info = (3, 9, 0)\n")
     said = line(sys.executable, script, path=str(tmp_path))
     assert "is too old, 3.10 or later is needed; run: uv run " + script in said
-
-
-def test_libraries_without_bytecode_are_compiled_once(tmp_path):
-    """An installation that nobody compiled, or may write to: what Python compiles goes to our cache."""
-    package = tmp_path / "site" / "torch"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("there = True\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "AUTOKERNEL_CACHE": str(tmp_path / "cache"),
-                                "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
-    code = "import sys, autokernel.cli, torch; print(sys.pycache_prefix)"
-    for prefix in (str(tmp_path / "cache" / "bytecode"), "None"):
-        said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert said.stdout.strip() == prefix, said.stderr
-        assert len(list((tmp_path / "cache").rglob("__init__.*.pyc"))) >= 1
-        assert not list((tmp_path / "cache").rglob("autokernel/*.pyc"))
-        (package / "__pycache__").mkdir(exist_ok=True)
