@@ -57,6 +57,10 @@ class CallFault(Exception):
         super().__init__(f"{kernel.name} at {site.module or 'the model'}: {fault}")
         self.place = site.key, kernel.name
 
+    @classmethod
+    def of(cls, kernel: Kernel, site: Site, error: BaseException) -> CallFault:
+        return cls(kernel, site, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
@@ -236,10 +240,11 @@ class _Guards:
     def __init__(self, saved: Mapping[int, Any], given: set[int]):
         self.saved, self.given = saved, given
         self.seen: dict[int, tuple[weakref.ref, int]] = {}
+        self.on_gpu = torch.cuda.is_available()  # asked once: a forward pass is no place to count devices
 
     def hold(self, values: tuple) -> bool:
         """Whether they still have those values. Only tensors that are others or were written to are compared."""
-        capturing = bool(self.saved) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = bool(self.saved) and self.on_gpu and torch.cuda.is_current_stream_capturing()
         if capturing and self.given:
             return False  # a replay would not look
         for place, then in self.saved.items():
@@ -272,11 +277,13 @@ class Applied:
     not be called at, before they are.
     """
 
+    is_copy = False  # of a model that had kernels: it runs the original's forward pass
+
     def __init__(
         self, model: torch.nn.Module, kernels: Kernels, verifying: bool = False, strict: bool = True,
         progress: Callable[[str], None] = lambda text: None, allow: Callable[[list[Site]], None] = lambda sites: None,
     ):  # fmt: skip
-        self.model, self.kernels, self.progress, self.strict, self.is_copy = model, kernels, progress, strict, False
+        self.model, self.kernels, self.progress, self.strict = model, kernels, progress, strict
         self.verifying, self.allow = verifying, allow
         self.original = model.forward
         self.capture = Capture(model, self.original, self._prepare, once=True)
@@ -287,7 +294,7 @@ class Applied:
         self._choice: Choice | None = None  # None: the first candidate of each route
         self._made: dict[tuple[Graph, frozenset], _Module] = {}
         self._fallbacks: dict[_Module, _Module] = {}
-        self._saved: dict[Graph, dict[int, Any]] = {}  # inputs that claims were proven with, by place
+        self._saved: dict[Graph, dict[fx.Node, Any]] = {}  # inputs that claims were proven with
         self._displaced: set[Site] = set()  # their inputs lie otherwise once other kernels are in
         self._signatures: dict[Any, bool] = {}  # inputs seen -> do they reach a kernel?
         self._directs: list[_Direct] = []
@@ -393,9 +400,8 @@ class Applied:
         try:
             with torch.random.fork_rng(list(devices)), torch.no_grad():
                 self._find(graph)
-                places = {n: i for i, n in enumerate(graph.module.graph.find_nodes(op="placeholder"))}
-                needed = {places[n] for s in self._sites(graph) for n in s.guards}
-                self._saved[graph] = {i: _kept(inputs[i]) for i in needed}
+                needed = {n for s in self._sites(graph) for n in s.guards}
+                self._saved[graph] = {n: _kept(i) for n, i in zip(graph.origin, inputs, strict=True) if n in needed}
                 self.modules[graph] = self._module(graph)
         except BaseException:
             for route in self.routes.values():
@@ -448,7 +454,7 @@ class Applied:
         # torch.compile does not look at values: there the model's own may not change, the caller's may
         operators = {s: _operator(kernel, s, self.routes[s.key]) for s, kernel in served.items()
                      if not given & {places[n] for n in s.guards}}  # fmt: skip
-        saved = {places[n]: self._saved[graph][places[n]] for s in served for n in s.guards}
+        saved = {places[n]: self._saved[graph][n] for s in served for n in s.guards}
         return _Module(_quick(sites.replace(graph, calls)), sites.replace(graph, operators), served,
                        _Guards(saved, given))  # fmt: skip
 
@@ -522,7 +528,7 @@ def _counted(route: Route, kernel: Kernel, site: Site) -> Callable:
         try:
             return function(**arguments)
         except Exception as error:
-            raise CallFault(kernel, site, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            raise CallFault.of(kernel, site, error) from error
 
     call.__name__ = site.op
     return call
@@ -546,7 +552,7 @@ def _checked(kernel: Kernel, site: Site, route: Route, moved: set[Site]) -> Call
         try:
             out = kernel.function(**arguments)
         except (Exception, SystemExit) as error:
-            raise CallFault(kernel, site, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            raise CallFault.of(kernel, site, error) from error
         want = site.result
         if not isinstance(out, torch.Tensor) or (out.shape, out.dtype) != (want.shape, want.dtype):
             got = f"{out.dtype} {list(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__

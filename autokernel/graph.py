@@ -291,11 +291,11 @@ class Capture:
         self._parts: list[torch.nn.Module] = []
         self.problem = ""  # what torch.compile itself failed at: those parts run outside of the graphs
         self._compiled = torch.compile(self._forward, backend=self._backend, dynamic=False)
+        torch._dynamo.config.skip_nnmodule_hook_guards = False  # for good: a hook may come before any later call
         self._breaks_before = _break_counts()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.parted = False
-        torch._dynamo.config.skip_nnmodule_hook_guards = False  # for good: a hook may come before any later call
         # a loop over layers that breaks in each of them gives a graph per layer
         with torch._dynamo.config.patch(
             recompile_limit=256, accumulated_recompile_limit=1024, suppress_errors=bool(self.problem), allow_rnn=True
@@ -460,7 +460,7 @@ def origins(graph: Graph) -> dict[fx.Node, frozenset[str]]:
     found: dict[fx.Node, frozenset[str]] = {}
     wrote: dict[int | None, set[str]] = defaultdict(set)  # kinds of what was written to a storage
     for node in graph.module.graph.nodes:
-        kinds = {kind for n in node.all_input_nodes for kind in found[n] | wrote[storage(n) or -1]}
+        kinds = {kind for n in node.all_input_nodes for kind in found[n] | wrote[storage(n)]}
         if node.op == "placeholder":
             kind, given = graph.origin[node][0], value(node)
             floating = given is not None and given.is_floating_point()
@@ -469,9 +469,9 @@ def origins(graph: Graph) -> dict[fx.Node, frozenset[str]]:
             kinds.add("random")
         found[node] = frozenset(kinds)
         for place in written(node):
-            wrote[storage(place) or -1] |= kinds
+            wrote[storage(place)] |= kinds
     # a node's tensor is what it is once all was written to it
-    return {node: kinds | wrote[storage(node) or -1] for node, kinds in found.items()}
+    return {node: kinds | wrote[storage(node)] for node, kinds in found.items()}
 
 
 _PRODUCTS = frozenset("linear matmul mm bmm mv dot vdot _grouped_mm".split())  # summed over the first one's last axis

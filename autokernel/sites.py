@@ -248,8 +248,10 @@ def _candidate(
         return "its result is not used"
     if writer := _overwritten(nodes, {*leaves, *conditions}, wrote):
         return f"{name(writer)} writes to what it reads before it has a result"
-    after = [n for n in graph.module.graph.nodes if nodes[-1] < n and storage(n) == storage(nodes[-1])]
-    if any(nodes[-1] < w for w in wrote.get(storage(nodes[-1]), ())) or any(name(n) == "as_strided" for n in after):
+    memory = storage(match.output)
+    strided = graph.module.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    looking = [n for n in strided if storage(n) == memory]
+    if any(match.output < n for n in (*wrote.get(memory, ()), *looking)):
         return "its result is written to in place, or looked at as memory"  # a kernel's may lie otherwise
     inside = set(nodes)
     for node in nodes:
