@@ -22,7 +22,7 @@ from typing import Any
 
 from autokernel.cli import Parser
 from autokernel.gitkeep import in_run
-from autokernel.paths import atomic_write, read_object, repo_root, shared, workspace
+from autokernel.paths import as_object, atomic_write, read_object, repo_root, shared, workspace
 from autokernel.tables import CPU, cells, table, width, wrapped
 
 STARTERS = {"triton": Path("kernels"), "cuda": Path("kernels/cuda")}
@@ -63,7 +63,7 @@ def read_profile() -> dict[str, Any]:
     path = shared() / "profile.json"
     try:
         data = path.read_bytes()
-        profile = read_object(path)
+        profile = as_object(data)
         if profile["schema"] == 1:
             if not all({"op", "shape", "share"} <= set(t) for t in profile["targets"]):
                 raise ValueError("a target lacks op, shape or share")

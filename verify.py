@@ -22,27 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autokernel.cli import Parser  # isort: skip  (says what is missing before anything else misses it)
+from autokernel.cli import Parser, count, tolerance  # isort: skip  (says what is missing before anything else misses it)
 from autokernel import models, tables
 from autokernel.apply import CallFault, Kernels, VerifyError, interpret_on_cpu
 from autokernel.paths import atomic_write, read_object, workspace
 from autokernel.source import KernelError
 from autokernel.targets import TargetError
-
-
-def count(text: str) -> int:
-    """A number of calls, 0 or more."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
-    return int(text)
-
-
-def tolerance(text: str) -> float:
-    """A finite number, 0 or more."""
-    with contextlib.suppress(ValueError):
-        if 0 <= float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number, 0 or more")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ It also runs on Pythons that are too old for the rest, in order to say so.
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import os
@@ -40,6 +41,21 @@ def _ended(kind, error, trace):
 
 
 sys.excepthook = _ended
+
+
+def count(text):
+    """An option's number of something: 0 or more."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+    return int(text)
+
+
+def tolerance(text):
+    """An option's finite number, 0 or more."""
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number, 0 or more")
 
 
 class Parser(argparse.ArgumentParser):

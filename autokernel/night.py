@@ -304,7 +304,7 @@ class Night:
     def find(self, name: str) -> Work:
         """A target by its name, or by its operator: the plan's first of it. Raises NightError with the known names."""
         planned = [w for w in self.works if w.plan and name in (w.name, w.op)]
-        found = next((w for w in [*planned, *self.works] if w.name == name or w in planned), None)
+        found = next(iter([*planned, *(w for w in self.works if w.name == name)]), None)
         if found is None and (repo_root() / "kernels" / f"{name}.py").exists():
             found = Work(name, name)
         if found is None:

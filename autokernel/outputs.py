@@ -57,15 +57,14 @@ class Snapshot:
 
 def _containers(given: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     """Lists, dicts and objects in what a model is given (a cache that grows), each with a copy."""
-    if id(given) in seen or isinstance(given, (torch.Tensor, torch.nn.Module)):
+    if id(given) in seen or isinstance(given, torch.Tensor):
         return
     seen.add(id(given))
-    held = given if isinstance(given, (list, dict)) or callable(given) else getattr(given, "__dict__", given)
+    held = given if isinstance(given, (list, dict)) or callable(given) else getattr(given, "__dict__", None)
     if isinstance(held, (list, dict)):
         yield held, copy.copy(held)
-    if isinstance(held, (list, tuple, dict)):
-        for value in held.values() if isinstance(held, dict) else held:
-            yield from _containers(value, seen)
+    for value in _items(given).values():
+        yield from _containers(value, seen)
 
 
 def _checksum(tensor: torch.Tensor) -> int:
@@ -81,20 +80,21 @@ def named(given: Any, path: str = "", around: tuple[Any, ...] = ()) -> Iterator[
         return
     if any(given is a for a in around):
         return
-    items: dict[Any, Any] = {}
-    if isinstance(given, Mapping):
-        items = dict(given)
-    elif isinstance(given, (list, tuple)):
-        items = dict(enumerate(given))
-    elif not isinstance(given, (type, FunctionType, torch.nn.Module)):
-        items = {n: getattr(given, n) for n in _slots(given) if hasattr(given, n)} | getattr(given, "__dict__", {})
-    for name, value in items.items():
+    for name, value in _items(given).items():
         yield from named(value, f"{path}.{name}" if path else str(name), (*around, given))
 
 
-def _slots(given: Any) -> list[str]:
+def _items(given: Any) -> dict[Any, Any]:
+    """What a container or an object holds, by name; nothing of functions, types and modules."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, (list, tuple)):
+        return dict(enumerate(given))
+    if isinstance(given, (type, FunctionType, torch.nn.Module)):
+        return {}
     found = [vars(kind).get("__slots__", ()) for kind in type(given).__mro__]
-    return [n for names in found for n in ((names,) if isinstance(names, str) else names)]
+    slots = [n for names in found for n in ((names,) if isinstance(names, str) else names)]
+    return {n: getattr(given, n) for n in slots if hasattr(given, n)} | getattr(given, "__dict__", {})
 
 
 # ---- outputs --------------------------------------------------------------------------------------------------------
@@ -107,6 +107,11 @@ class Difference:
     rms: float = 0.0
     largest: float = 0.0
     wrong: int = 0
+
+
+def inexact(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are rounded: float or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def difference(out: torch.Tensor, ref: torch.Tensor, original: torch.Tensor) -> Difference:
@@ -168,7 +173,7 @@ class Oracle:
             limit = (self.atol or 0.0) + (self.rtol or 0.0) * ref.double().abs()
             beyond = int((((out.double() - ref.double()).abs() > limit) & ref.isfinite()).sum())
             return f"{beyond} values beyond --atol and --rtol" if beyond else ""
-        if not out.is_floating_point() and not out.is_complex():
+        if not inexact(out):
             limit = RMS_FACTOR * theirs.rms + math.floor(out.numel() / 100) / max(out.numel(), 1)
             return f"{ours.rms:.2%} of the values differ, PyTorch's {theirs.rms:.2%}" if ours.rms > limit else ""
         known = [TOLERANCES[d] for d in (out.dtype, self.dtype) if d in TOLERANCES]

@@ -112,7 +112,12 @@ def operator_of(source: bytes) -> str:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises OSError, and ValueError for anything else that lies there."""
-    values = json.loads(path.read_bytes())
+    return as_object(path.read_bytes())
+
+
+def as_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that a file's bytes are. Raises ValueError for anything else."""
+    values = json.loads(data)
     if not isinstance(values, dict):
         raise ValueError(f"holds {type(values).__name__}, expected a JSON object")
     return values

@@ -21,7 +21,7 @@ from autokernel.apply import Applied, CallFault, Choice, Kernel, Kernels, Route,
 from autokernel.compare import TOLERANCES, compare, same_bits
 from autokernel.graph import flops
 from autokernel.models import Loaded
-from autokernel.outputs import Oracle, Snapshot, difference, named
+from autokernel.outputs import Oracle, Snapshot, difference, inexact, named
 from autokernel.timing import Ratio
 
 SCHEMA = 1
@@ -186,7 +186,7 @@ class Verification:
         self._outcome(self.loaded)
         self.written = self.snapshot.written()
         original = self._outcome(self.loaded)
-        floats = [t for t in original.values() if (t.is_floating_point() or t.is_complex()) and t.numel()]
+        floats = [t for t in original.values() if inexact(t) and t.numel()]
         if not original:
             raise VerifyError(f"{self.loaded.name} gives no tensor: nothing to compare")
         if floats and not any(t.isfinite().any() for t in floats):
@@ -223,7 +223,7 @@ class Verification:
             found = self._outcome(lambda: model(*args, **kwargs), model, (args, kwargs))
             if any(n not in found or found[n].shape != t.shape for n, t in original.items()):
                 raise ValueError("it gives other outputs there")
-            floats = [n for n, t in original.items() if t.is_floating_point() or t.is_complex()]
+            floats = [n for n, t in original.items() if inexact(t)]
             if (off := max((difference(original[n], found[n], original[n]).rms for n in floats), default=0.0)) <= 0.1:
                 return found
             if not self.random and self.options.atol is None and self.options.rtol is None:
