@@ -45,6 +45,7 @@ class Sample:
     host: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
+    queued: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
     @property
@@ -69,6 +70,7 @@ class Sample:
         self.host.append(reply["host_s"])
         self.after.append(reply["after_s"])
         self.wall.append(reply["wall_s"])
+        self.queued.append(reply["queued_s"])
         self.peak_bytes = max(self.peak_bytes, reply["peak_bytes"])
 
 
@@ -322,7 +324,8 @@ def _hidden_on_cpu(timing: Timing) -> str:
     late = min(ours.after) - max(theirs.after)
     if late > CPU_AFTER_SLACK_S + 0.1 * timing.seconds():
         return f"{late * 1e6:.0f} us of work ran after the call had returned"
-    extra = min(ours.outside) - max(theirs.outside)
+    # the queue may have been inside of the child's window or not: whichever speaks for the kernel
+    extra = min(o - q for o, q in zip(ours.outside, ours.queued, strict=True)) - max(theirs.outside)
     if extra > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
         return f"the judge's clock sees {extra * 1e3:.1f} ms {OUTSIDE}"
     return ""

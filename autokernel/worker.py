@@ -188,19 +188,19 @@ class Worker:
     ) -> dict[str, Any]:
         """One call of the kernel on the staged inputs; the reply holds raw times and facts about what it returned.
 
-        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory, less the time
-        that the child stood ready on a busy CPU. seed: of the random numbers that a model draws in its forward.
+        `wall_s` is the judge's own clock from the request until the output is in the judge's own memory, `queued_s` how
+        long the child stood ready on a busy CPU meanwhile. seed: of the random numbers that a model draws in forward.
         """
         self.taken = []  # a large one is freed before the next is taken
         self._synchronize()
-        started = time.perf_counter() - self._queued()
+        queued, started = self._queued(), time.perf_counter()
         reply = self._ask_about(layout, scalars, timeout, "call", wait_s, seed)
         self.taken = [output.clone() for output in self._arena_outputs(layout)]
         self._synchronize()
         if fault := malformed(reply):
             self.child.kill()
             raise WorkerFailure("CRASH", f"the child's answer is malformed: {fault}")
-        return reply | {"wall_s": time.perf_counter() - self._queued() - started}
+        return reply | {"wall_s": time.perf_counter() - started, "queued_s": self._queued() - queued}
 
     def audit(self, layout: Layout, scalars: Mapping[str, Any], timeout: float) -> tuple[list[str], list[str]]:
         """Names of the PyTorch operators and of the device's kernels in one more call."""
