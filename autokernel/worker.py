@@ -331,7 +331,8 @@ class Worker:
             how = f"ended by itself with exit code {code}" if code != -signal.SIGKILL else f"gave no answer ({error})"
         tail = self._tail()
         # what it died of, as far as its own output says: an illegal access shows when the device is synchronised
-        said = next((line for line in reversed(tail.splitlines()) if re.match(r"[\w.]*(Error|Exception)\b", line)), "")
+        died = re.compile(r"\s*what\(\):|[\w.]*(Error|Exception)\b")  # C++'s words, Python's
+        said = next((line.strip() for line in reversed(tail.splitlines()) if died.match(line)), "")
         return WorkerFailure("CRASH", f"the kernel's process {how}" + f": {printable(said)}" * bool(said), tail)
 
     def _tail(self) -> str:

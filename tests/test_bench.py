@@ -80,6 +80,8 @@ FAULTS = {
     "hangs": ("while True: pass", "TIMEOUT", "no answer within 5 s"),
     "hangs in a native call": ("import time; time.sleep(3600)", "TIMEOUT", "no answer within 5 s"),
     "dies by a signal": ("import ctypes; ctypes.string_at(0)", "CRASH", "SIGSEGV"),
+    "aborts in C++": ("import os; os.write(2, b'terminate called\\n  what():  CUDA error: bad address\\n'); os.abort()",
+                      "CRASH", "killed by SIGABRT: what():  CUDA error: bad address"),
     "asks for all memory": ("import torch; torch.empty(1 << 60, dtype=torch.uint8)", "CRASH", "memory"),
     "returns nothing": ("return None", "FAIL", "returned an object of type NoneType"),
     "wrong dtype": ("return x.sum(dim).double()", "FAIL", "output dtype float64, expected float16"),
@@ -87,7 +89,7 @@ FAULTS = {
     "returns an input": ("return x[..., 0]", "FAIL", "shares memory with an input"),
     "writes an input": ("x.zero_()", "FAIL", "overwritten"),
     "zeros": ("import torch; return torch.zeros_like(x.sum(dim))", "FAIL", "elements off by more than"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

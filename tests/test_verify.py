@@ -718,3 +718,18 @@ def test_a_file_that_holds_something_else_hides_no_kernel(night, run, text):
         assert status == 2 and err.startswith("extract.py: ") and err.count("\n") == 1 and not out
     status, _, err = run("verify", "--no-compile")
     assert status == 3 and err.count("\n") == 1
+
+
+def test_time_that_stays_pytorchs_counts_once():
+    """What lies inside of a larger site is part of that site's time."""
+    model = GPT2(vocab=11, length=8, dim=16, layers=1, heads=2).eval()
+    seen = verification.Verification(Loaded(model, "GPT2", (torch.zeros(1, 8, dtype=torch.int64),)), Kernels(()),
+                                     verification.Options(), print)  # fmt: skip
+    seen.total_us, seen.choice = 100.0, {}
+    site = object()
+    for key, (inner, us, used) in {"mlp": (False, 60.0, False), "gate": (True, 30.0, False), "down": (True, 20.0, True),
+                                   "norm": (False, 10.0, True)}.items():  # fmt: skip
+        seen.applied.routes[key] = apply.Route(key, [], sites=[] if inner else [site], inner=[site] if inner else [])
+        seen.rows[key] = {"calls": 2, "pytorch_us": us, "used": used}
+    (fallback,) = seen._why("eager", {"ours_device_ms": 1.0, "ours_ms": 1.0})
+    assert "2 calls of 1 targets" in fallback and "40 % of the time" in fallback
