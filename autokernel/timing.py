@@ -21,13 +21,14 @@ from autokernel.spec import Case
 from autokernel.worker import Worker
 
 REPETITIONS = (12, 40)  # fewest and most timed repetitions of a size
+ATTEMPTS = 3  # a size whose clocks disagree is timed again: what chance does does not recur, what a kernel does would
 SLOW = 4  # times the best variant's time: such a variant of a sweep is not worth many repetitions
 CPU_REPETITIONS = (3, 5)  # the interpreter's times mean nothing; they only let the loop be tried
 TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
 ORACLE_CHECKS = 3  # timed outputs checked against float64; the others against PyTorch's output
 FLOOR_SLACK = 0.90  # a time below this share of the physical floor is impossible
 CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's child: contexts take turns on the GPU, and
-# on an H200 medians of honest kernels were seen at -250 to +420 us
+# on an H200 quarters of honest kernels were seen at -250 to +520 us, one of some 50 above this
 AFTER_SLACK_S = 40e-6  # a process with more streams is synchronised later: 23 us were seen with a CUDA graph on an H200
 CPU_CLOCK_SLACK_S, CPU_AFTER_SLACK_S = 3e-3, 200e-6
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
@@ -162,16 +163,20 @@ def time_case(
     oracle = random.SystemRandom().sample(range(repetitions), min(ORACLE_CHECKS, repetitions))
     slow = not bench.on_gpu and hosts["candidate"] > 0.02
     plan = [*range(repetitions), *_between(bench, case, varied, slow)]
-    random.SystemRandom().shuffle(plan)
-    looks = random.SystemRandom().sample(range(len(plan)), 2)
-    _take_turns(bench, timing, workers, limits, plan, oracle, looks)
-    if timing.invalid:
-        return timing
+    for _ in range(ATTEMPTS):
+        timing.samples = {name: Sample() for name in workers}
+        random.SystemRandom().shuffle(plan)
+        looks = random.SystemRandom().sample(range(len(plan)), 2)
+        _take_turns(bench, timing, workers, limits, plan, oracle, looks)
+        if timing.invalid:
+            return timing
+        timing.invalid = _impossible(bench, timing, gpu, calibration)
+        if not timing.invalid:
+            break
     if bench.on_gpu:
-        timing.invalid = _launched(bench, timing, workers["candidate"], limits)
+        timing.invalid = timing.invalid or _launched(bench, timing, workers["candidate"], limits)
     else:
         timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
-    timing.invalid = timing.invalid or _impossible(bench, timing, gpu, calibration)
     return timing
 
 

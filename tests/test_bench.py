@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from autokernel import counters, ops, report
+from autokernel import counters, ops, report, timing
 from autokernel.run import KEYS, UsageError
+from autokernel.timing import CPU_REPETITIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = '''KERNEL_TYPE = "reduce"
@@ -90,6 +91,21 @@ FAULTS = {
     "writes an input": ("x.zero_()", "FAIL", "overwritten"),
     "zeros": ("import torch; return torch.zeros_like(x.sum(dim))", "FAIL", "elements off by more than"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("times, outcome", [(1, "PASS"), (timing.ATTEMPTS, "FAIL")])
+def test_clocks_that_disagree_once_are_chance(times, outcome, judge, monkeypatch):
+    """A disturbed size is timed again; a kernel that hides work does so every time."""
+    found = ["the judge's clock sees 522 us more"] * times
+
+    def hidden(timed):
+        assert {len(s.device) for s in timed.samples.values()} == {CPU_REPETITIONS}
+        return found.pop() if found else ""
+
+    monkeypatch.setattr(timing, "_hidden_on_cpu", hidden)
+    values = judge(GOOD.format(body="pass"), sizes="small")
+    assert values["correctness"] == outcome and ("522 us" in values["reason"]) == (outcome == "FAIL")
+    assert not found
 
 
 @pytest.mark.parametrize("fault", FAULTS)
