@@ -99,7 +99,7 @@ def test_clocks_that_disagree_once_are_chance(times, outcome, judge, monkeypatch
     found = ["the judge's clock sees 522 us more"] * times
 
     def hidden(timed):
-        assert {len(s.device) for s in timed.samples.values()} == {CPU_REPETITIONS}
+        assert {len(s.device) for s in timed.samples.values()} <= set(CPU_REPETITIONS)  # its own, no earlier ones
         return found.pop() if found else ""
 
     monkeypatch.setattr(timing, "_hidden_on_cpu", hidden)
