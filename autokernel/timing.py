@@ -22,6 +22,8 @@ from autokernel.worker import Worker
 
 REPETITIONS = (12, 40)  # fewest and most timed repetitions of a size
 ATTEMPTS = 3  # a size whose clocks disagree is timed again: what chance does does not recur, what a kernel does would
+STEADY = 0.004  # half-width of the paired gain's interval: over it a size gets its repetitions again,
+MORE = 2  # so many times at most
 SLOW = 4  # times the best variant's time: such a variant of a sweep is not worth many repetitions
 CPU_REPETITIONS = (3, 5)  # the interpreter's times mean nothing; they only let the loop be tried
 TARGET_SECONDS = 0.12  # device time of PyTorch's share of one size
@@ -164,10 +166,7 @@ def time_case(
     slow = not bench.on_gpu and hosts["candidate"] > 0.02
     plan = [*range(repetitions), *_between(bench, case, varied, slow)]
     for _ in range(ATTEMPTS):
-        timing.samples = {name: Sample() for name in workers}
-        random.SystemRandom().shuffle(plan)
-        looks = random.SystemRandom().sample(range(len(plan)), 2)
-        _take_turns(bench, timing, workers, limits, plan, oracle, looks)
+        _attempt(bench, timing, workers, limits, plan, repetitions, oracle)
         if timing.invalid:
             return timing
         timing.invalid = _impossible(bench, timing, gpu, calibration)
@@ -178,6 +177,18 @@ def time_case(
     else:
         timing.launch_seconds = statistics.median(timing.samples["candidate"].host)
     return timing
+
+
+def _attempt(bench: Bench, timing: Timing, workers, limits: Limits, plan: list, repetitions: int, oracle) -> None:
+    """Time a size from the beginning; on a GPU until the gain over the best kernel is known well enough."""
+    dice = random.SystemRandom()
+    timing.samples = {name: Sample() for name in workers}
+    dice.shuffle(plan)
+    _take_turns(bench, timing, workers, limits, plan, oracle, looks=dice.sample(range(len(plan)), 2))
+    for _ in range(MORE if bench.on_gpu and not bench.repetitions else 0):
+        gain = timing.speedup_over("best")
+        if not timing.invalid and gain and gain.spread > STEADY:
+            _take_turns(bench, timing, workers, limits, list(range(repetitions)))
 
 
 def _launched(bench: Bench, timing: Timing, worker: Worker, limits: Limits) -> str:
