@@ -20,7 +20,7 @@ CONFIG = {
     "ELEMENTS_PER_THREAD": 32,   # rows in registers: sets num_warps from the tile
     "PROGRAMS": 512,             # rows share a program only beyond this many programs
     "HOIST": True,               # weight is loaded beside x, not after the sum: its latency is hidden
-    "LOAD_POLICY": "",           # evict_first costs 5 % at 16384x8192 on an H200
+    "LOAD_POLICY": "evict_last",  # 16384x8192 on an H200: 2 to 3 % faster than none, 7 % than evict_first
     "STORE_POLICY": "",
     "MAX_BLOCK": 16384,          # widest row kept in registers
 }
@@ -29,7 +29,7 @@ SWEEP = {                        # what `bench.py --sweep auto` tries
     "ELEMENTS_PER_THREAD": [8, 16, 32, 64],
     "PROGRAMS": [256, 512, 1024],
     "HOIST": [True, False],
-    "LOAD_POLICY": ["", "evict_first"],
+    "LOAD_POLICY": ["", "evict_first", "evict_last"],
     "STORE_POLICY": ["", "evict_first"],
 }
 
