@@ -127,6 +127,7 @@ def _progress(night: Night) -> bytes:
     failed = [order[r.experiment] for r in night.experiments if r.correctness != "PASS"]
     axes.plot(failed, [0.01] * len(failed), "|", color="0.5", transform=axes.get_xaxis_transform(), label="failed")
     axes.axhline(1, color="0.7", lw=0.8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="experiment", ylabel="speedup over PyTorch", title=f"autokernel/{night.tag}")
     axes.legend(fontsize=8)
     return _png(figure)
