@@ -109,10 +109,11 @@ def _descriptor(t, block_row, block_col):
 
 def _tiling(a, N):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared, fma = a.shape[0], 1, 227 * 1024, a.dtype == torch.float32
+    M, sms, shared, fma = a.shape[0], 1, 227 * 1024, False  # in the interpreter only the number of steps counts
     if a.is_cuda:
         props = torch.cuda.get_device_properties(a.device)
-        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
+        fma = a.dtype == torch.float32 or props.major < 8
     if fma:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
         return (128 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
