@@ -22,7 +22,7 @@ from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
 from autokernel.review import scan, vendor_calls
-from autokernel.source import KernelError, read_kernel
+from autokernel.source import KernelError, KernelUnreadable, read_kernel
 from autokernel.spec import STAGES, Case
 from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, foul_play, time_case
@@ -75,11 +75,11 @@ def run(
     harness: integrity.Harness | None = None,
     spent: float = 0.0,
 ) -> RunRecord:
-    """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
+    """Judge a kernel. Returns a record: a kernel that is no Python or cannot be run is a verdict too.
 
     harness: what `integrity.required` has found already, where the caller asked it. spent: seconds that the caller has
     waited already; they count as the run's.
-    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
+    Raises UsageError for options or a file that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
     target = active_target()
     values = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run") | {"target": target.name if target else None}
@@ -103,7 +103,6 @@ def recorded(
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     values |= {"started": started, "quick": options.quick, "sizes": []} | _device_values(device)
     values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
-    data = b""
     try:
         source = read_kernel(options.kernel, kind)
         data = source.data
@@ -116,9 +115,10 @@ def recorded(
         values["best_sha256"] = best.sha256 if best else None
         with gpu_lock(device):
             values |= open_session(source, best, device, harness.sha256).run(launcher)
+    except KernelUnreadable as error:
+        raise UsageError(f"nothing was judged: {error}") from None
     except KernelError as error:
-        with contextlib.suppress(OSError):
-            data = options.kernel.read_bytes()
+        data = options.kernel.read_bytes()
         values |= {"correctness": "FAIL", "reason": str(error)}
     values["bench_time_seconds"] = spent + time.perf_counter() - clock
     record = RunRecord.new(data, values["correctness"])
