@@ -266,7 +266,9 @@ def test_record_again_is_harmless(begun):
     begun.experiment(1.0)
     begun.experiment(0.9)
     for _ in range(2):
-        assert "experiment 2 already" in begun.run("record", "-m", "again")
+        said = begun.run("record", "-m", "again")
+        assert said.startswith("nothing new to record, the last run is experiment 2 already (REVERT); next: edit ")
+        assert said.count("\n") == 1
     begun.write(3.0)
     assert "not measured since" in begun.run("record", "-m", "again", rc=2)
     assert len(begun.rows) == 2
@@ -414,6 +416,24 @@ def test_git_is_touched_with_gloves(begun):
     for commit in repo.commits():
         assert repo.git("show", "--format=", "--name-only", commit).split() == ["kernel.py"]
     assert repo.git("status", "--porcelain") == " M night.py\nA  notes.txt\n"
+
+
+def test_a_long_message_is_cut_at_a_word_and_kept_whole_in_the_body(begun):
+    message = "BLOCK_M 128 to 256 and eight warps instead of four, so that B is read 1234567 times less often"
+    begun.experiment(1.0, note="short")
+    begun.experiment(1.5, note=message)
+    subject, _, body = begun.git("log", "-1", "--format=%B").partition("\n\n")
+    assert subject == "rmsnorm: BLOCK_M 128 to 256 and eight warps instead of four, ... (+50.0 %)"
+    assert body.startswith(f"{message}\n\nExperiment: 2\n") and len(subject) <= 72
+    begun.experiment(2.0, note="x" * 200)
+    assert begun.git("log", "-1", "--format=%s") == "rmsnorm: ... (+33.3 %)\n"
+    assert begun.git("log", "-1", "--format=%(trailers:key=Experiment,valueonly)").split() == ["3"]
+
+
+def test_start_leads_on(repo):
+    assert "next: uv run profile.py --model" in repo.run("start", "may")
+    repo.plan(t1_rmsnorm=0.5)
+    assert repo.run("start", "may").endswith("next: uv run orchestrate.py next\n")
 
 
 def test_without_a_branch_of_ours(repo):
