@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import importlib.util
 import os
+import select
 import sys
 from pathlib import Path
 
@@ -33,14 +34,23 @@ for needed in ("torch", "numpy", "rich", "filelock"):
 
 def _reader_gone():
     """Whether nobody reads our output any more (`| head`): then what is left of it goes nowhere, without a word."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no output at all, or none with a number
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if any(event & select.POLLERR for _, event in output.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
+    return False
+
+
+def _last_words():
+    """What Python itself would write out after this, with a complaint where nobody reads it."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    except (AttributeError, OSError, ValueError):  # no output at all, a full disk: said elsewhere
+        os._exit(NOBODY_READS)
+    except (AttributeError, OSError, ValueError):  # no output at all, a full disk: Python says so
         pass
-    return False
 
 
 def _ended(kind, error, trace):
@@ -57,7 +67,7 @@ def _ended(kind, error, trace):
 
 
 sys.excepthook = _ended
-atexit.register(lambda: _reader_gone() and os._exit(NOBODY_READS))
+atexit.register(_last_words)
 
 
 def count(text):

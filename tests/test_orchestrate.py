@@ -423,7 +423,7 @@ def test_a_long_message_is_cut_at_a_word_and_kept_whole_in_the_body(begun):
     begun.experiment(1.0, note="short")
     begun.experiment(1.5, note=message)
     subject, _, body = begun.git("log", "-1", "--format=%B").partition("\n\n")
-    assert subject == "rmsnorm: BLOCK_M 128 to 256 and eight warps instead of four, ... (+50.0 %)"
+    assert subject == "rmsnorm: BLOCK_M 128 to 256 and eight warps instead of ... (+50.0 %)"
     assert body.startswith(f"{message}\n\nExperiment: 2\n") and len(subject) <= 72
     begun.experiment(2.0, note="x" * 200)
     assert begun.git("log", "-1", "--format=%s") == "rmsnorm: ... (+33.3 %)\n"
