@@ -101,7 +101,7 @@ def recorded(
     started, clock = now(spent), time.perf_counter()
     harness = harness or integrity.required(options.allow_dirty_harness)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    values |= {"started": started, "quick": options.quick, "sizes": []} | _device_values(device)
+    values |= {"started": started, "quick": options.quick, "sizes": []} | device_values(device)
     values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
     try:
         source = read_kernel(options.kernel, kind)
@@ -403,7 +403,8 @@ def keep_compiled_ratio(bench: Bench, case: Case, ratio: float) -> None:
     atomic_write(_compiled_path(bench, case), json.dumps(values).encode())
 
 
-def _device_values(device: torch.device) -> dict[str, Any]:
+def device_values(device: torch.device) -> dict[str, Any]:
+    """What a record says of the device."""
     if device.type == "cuda":
         return {"device": "cuda", "gpu_name": torch.cuda.get_device_name(device), "torch": torch.__version__,
                 "gpu_memory_mb": torch.cuda.get_device_properties(device).total_memory / 2**20}  # fmt: skip
