@@ -95,6 +95,7 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
     from autokernel import report
     from autokernel.gitkeep import in_run
     from autokernel.gpu import GpuTableError
+    from autokernel.night import NightError
     from autokernel.records import RecordError
     from autokernel.run import GpuBusy, HarnessFailure, Options, UsageError, calibrate, run
     from autokernel.targets import TargetError
@@ -117,7 +118,7 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
                 record = run(options, children, progress, harness, age())
                 record.write()
                 shown = report.block(record.values)
-    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
+    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, NightError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     print(json.dumps(record.values, indent=1) if args.json else shown)

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from autokernel import counters, gpu, integrity, ops
 from autokernel.judge import OUT_OF_MEMORY, Bench, Limits, Stage, correctness_cases, run_stages, varied
+from autokernel.night import Rules, keep_above_pct
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
@@ -37,8 +38,8 @@ KEYS = (
     "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
     "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
     "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
-    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "review",
-    "harness", "quick", "bench_time_seconds",
+    "noise_pct", "keep_above_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes",
+    "vendor_library", "review", "harness", "quick", "bench_time_seconds",
 )  # fmt: skip
 
 
@@ -96,9 +97,10 @@ def recorded(
 ) -> RunRecord:  # fmt: skip
     """The record of one kernel file, judged by what `open_session(source, best, device, digest)` returns.
 
-    kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`.
+    kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`. Raises NightError for rules
+    that cannot be read.
     """
-    started, clock = now(spent), time.perf_counter()
+    started, clock, rules = now(spent), time.perf_counter(), Rules.read()
     harness = harness or integrity.required(options.allow_dirty_harness)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     values |= {"started": started, "quick": options.quick, "sizes": []} | device_values(device)
@@ -120,6 +122,8 @@ def recorded(
     except KernelError as error:
         data = options.kernel.read_bytes()
         values |= {"correctness": "FAIL", "reason": str(error)}
+    if values.get("paired_gain_pct") is not None:
+        values["keep_above_pct"] = keep_above_pct(values, rules)
     values["bench_time_seconds"] = spent + time.perf_counter() - clock
     record = RunRecord.new(data, values["correctness"])
     return RunRecord({**values, **record.values, "started": started})

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from autokernel.night import Rules, code_lines, decide, same_code
+from autokernel.night import Rules, code_lines, decide, keep_above_pct, same_code
 from autokernel.records import Ledger
 from autokernel.tables import CPU
 from tests import night
@@ -166,6 +166,17 @@ def judged(gain=5.0, best=b"x = 1\n", source=b"x = 2\n", gains=None, simpler=Fal
 ])  # fmt: skip
 def test_decision(decision, options):
     assert judged(**options)[0] == decision
+
+
+@pytest.mark.parametrize("above, values", [
+    (1.0, {"gpu_name": "Test GPU", "noise_pct": 0.2, "gain_spread_pct": 0.2}),
+    (3.0, {"gpu_name": "Test GPU", "noise_pct": 2.0, "gain_spread_pct": 2.0}),
+    (25.0, {"gpu_name": None, "noise_pct": 20.27, "gain_spread_pct": 2.0}),
+    (40.95, {"gpu_name": None, "noise_pct": 20.27, "gain_spread_pct": 27.3}),
+])  # fmt: skip
+def test_the_threshold_that_is_shown_is_the_one_that_decides(above, values):
+    assert keep_above_pct(values, Rules()) == pytest.approx(above)
+    assert judged(gain=above + 0.01, **values)[0] == "keep" and judged(gain=above - 0.01, **values)[0] == "revert"
 
 
 def test_equal_kernels_are_kept_by_mistake_at_most_once():
