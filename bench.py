@@ -90,9 +90,12 @@ def main() -> int:
 
 def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
     # only now: the children import PyTorch while we do
+    import torch
+
     from autokernel import report
     from autokernel.gitkeep import in_run
     from autokernel.gpu import GpuTableError
+    from autokernel.night import NightError
     from autokernel.records import RecordError
     from autokernel.run import GpuBusy, HarnessFailure, Options, UsageError, calibrate, run
     from autokernel.targets import TargetError
@@ -105,7 +108,9 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
         if args.calibrate:
             print(report.calibration(calibrate()))
             return 0
-        (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
+        screens = bool(args.sweep or args.candidates) and not torch.cuda.is_available()
+        if not screens:
+            (workspace() / "last_run.json").unlink(missing_ok=True)  # a judge that dies leaves no older verdict
         with report.progress() as progress:
             if args.sweep or args.candidates:
                 record, shown = sweep(args, options, children, progress, harness, elsewhere)
@@ -113,7 +118,7 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
                 record = run(options, children, progress, harness, age())
                 record.write()
                 shown = report.block(record.values)
-    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, RecordError) as error:
+    except (UsageError, GpuBusy, HarnessFailure, TargetError, GpuTableError, NightError, RecordError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
     print(json.dumps(record.values, indent=1) if args.json else shown)
@@ -123,15 +128,16 @@ def judge(args: argparse.Namespace, children, harness, elsewhere) -> int:
     own = args.kernel.resolve() == repo_root() / "kernel.py" and not (args.sweep or args.candidates)  # they record
     if own and not (args.json or args.quick or args.allow_dirty_harness) and in_run():
         print('next: uv run orchestrate.py record -m "what was tried"', file=sys.stderr)
-    return 0 if record.values["correctness"] == "PASS" else 1
+    return 0 if record.values["correctness"] == "PASS" or screens and record.values["sweep"]["right"] else 1
 
 
 def sweep(args: argparse.Namespace, options, children, progress, harness, elsewhere):
     """(the winner's record, what to print)."""
     from autokernel import landscape, sweep
 
+    say = lambda text: print(f"bench.py: {text}", file=sys.stderr, flush=True)  # noqa: E731
     request = sweep.Request(args.sweep, args.candidates, args.max_variants, args.minutes,
-                            time.monotonic() - age())  # fmt: skip
+                            time.monotonic() - age(), say=say)  # fmt: skip
     record, found = sweep.sweep(options, request, children, progress, harness, elsewhere)
     return record, landscape.block(record, found)
 

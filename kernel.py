@@ -109,15 +109,16 @@ def _descriptor(t, block_row, block_col):
 
 def _tiling(a, N):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared, fma = a.shape[0], 1, 227 * 1024, a.dtype == torch.float32
+    M, sms, shared, fma = a.shape[0], 1, 227 * 1024, False  # the interpreter (no GPU) wants few large tiles
     if a.is_cuda:
         props = torch.cuda.get_device_properties(a.device)
-        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
+        fma = a.dtype == torch.float32 or props.major < 8
     if fma:  # IEEE fp32 runs on the FMA units: operands and accumulator must fit in registers
         return (128 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
-        m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
-        warps, stages = CONFIG["SKINNY_WARPS"], 4
+        m, k, warps, stages = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_K"], CONFIG["SKINNY_WARPS"], 4
+        n = CONFIG["SKINNY_BLOCK_N" if a.is_cuda else "BLOCK_N"]
     else:
         m, n, k, stages = CONFIG["BLOCK_M"], CONFIG["BLOCK_N"], CONFIG["BLOCK_K"], CONFIG["num_stages"]
         # A last wave that leaves SMs idle costs a full one: smaller tiles win when they save more than they lose.
@@ -127,7 +128,7 @@ def _tiling(a, N):
         warps = CONFIG["num_warps"] if m * n > 64 * 128 else 4
     if shared < 200 * 1024:
         m, n, k = min(m, 128), min(n, 128), min(k, 64)
-    stages = min(stages, shared // ((m + n) * k * a.element_size()))
+    stages = max(1, min(stages, shared // ((m + n) * k * a.element_size())))
     return m, n, k, warps, stages, sms
 
 

@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = parser().parse_args()
     try:
-        print(answer(args))
+        said = answer(args)
     except (GitError, NightError, ProblemError, RecordError) as error:
         print(f"orchestrate.py: {error}", file=sys.stderr)
         return 2
@@ -82,6 +82,7 @@ def main() -> int:
         print(f"orchestrate.py: {error.filename or ''}: {error.strerror or error}; free space or permissions there, "
               "then run the command again", file=sys.stderr)  # fmt: skip
         return 2
+    print(said)
     return 0
 
 
@@ -126,7 +127,11 @@ def begin(args: argparse.Namespace) -> str:
     Rules.change(vars(args))
     if problems:
         said.append(plan(problems, args.backend))
-    return "\n".join([*said, "next: uv run orchestrate.py next"])
+    night = Night.read(Ledger(), Repo.here().tag())
+    after = "uv run orchestrate.py next"
+    if not (night.plan or night.rows):
+        after = f"uv run profile.py --model FILE --class-name NAME, or for one operator: {after} OPERATOR"
+    return "\n".join([*said, f"next: {after}"])
 
 
 def place(args: argparse.Namespace) -> str:

@@ -4,10 +4,12 @@ It also runs on Pythons that are too old for the rest, in order to say so.
 """
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import importlib.util
 import os
+import select
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _FILE = Path(sys.argv[0]).resolve()
 SCRIPT = str(_FILE.relative_to(_ROOT)) if _ROOT in _FILE.parents else _FILE.name  # as one types it after `uv run`
 CANNOT_RUN = {"verify.py": 3}  # whose 1 and 2 are verdicts on a model
+NOBODY_READS = 141  # what a shell says of a program that a closed pipe ended
 
 
 def _end(message):
@@ -29,8 +32,31 @@ for needed in ("torch", "numpy", "rich", "filelock"):
         _end(f"{SCRIPT}: {sys.executable} has no {needed}; run: uv run {SCRIPT} (uv itself: pip install uv)")
 
 
+def _reader_gone():
+    """Whether nobody reads our output any more (`| head`): then what is left of it goes nowhere, without a word."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no output at all, or none with a number
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if any(event & select.POLLERR for _, event in output.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
+    return False
+
+
+def _last_words():
+    """What Python itself would write out after this, with a complaint where nobody reads it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(NOBODY_READS)
+    except (AttributeError, OSError, ValueError):  # no output at all, a full disk: Python says so
+        pass
+
+
 def _ended(kind, error, trace):
     """Ctrl-C is an end like others, and so is a full disk or a folder that cannot be written to: one line."""
+    if issubclass(kind, BrokenPipeError) and _reader_gone():
+        sys.exit(NOBODY_READS)
     if issubclass(kind, KeyboardInterrupt):
         print(f"{SCRIPT}: interrupted", file=sys.stderr)
         sys.exit(130)
@@ -41,6 +67,7 @@ def _ended(kind, error, trace):
 
 
 sys.excepthook = _ended
+atexit.register(_last_words)
 
 
 def count(text):

@@ -141,7 +141,7 @@ def next_up(verb: str, work: Work | None, why: str, night: Night, remarks: list[
     return "\n".join([*lines, f"next: {begin}{work.bench}, then uv run orchestrate.py record -m 'what was tried'"])
 
 
-def recorded(row: Row, night: Night, remarks: list[str]) -> str:
+def recorded(row: Row, night: Night, remarks: list[str], new: bool) -> str:
     work = next(w for w in night.works if any(r.experiment == row.experiment for r in w.rows))
     best, state = work.best, "kept: kernel.py is the best kernel now"
     if row.decision == "revert":
@@ -149,6 +149,10 @@ def recorded(row: Row, night: Night, remarks: list[str]) -> str:
         state += f"; the attempt lies in {shared() / 'experiments' / str(row.experiment)}"
     verb, target, why = night.choose()
     again = f"edit kernel.py, {work.bench}, uv run orchestrate.py record -m 'what was tried'"
+    after = f"next: {again}" if verb == "CONTINUE" else f"next: uv run orchestrate.py next   ({verb}: {why})"
+    if not new:
+        said = f"nothing new to record, the last run is experiment {row.experiment} already ({row.decision.upper()})"
+        return "\n".join([f"{said}; {after}", *[f"note: {r}" for r in remarks]])
     return "\n".join([
         *pairs(
             experiment=row.experiment, decision=row.decision.upper(), outcome=row.correctness, reason=row.reason,
@@ -158,7 +162,7 @@ def recorded(row: Row, night: Night, remarks: list[str]) -> str:
         ),
         *[f"note: {r}" for r in remarks],
         *caution(row.device == "cpu"),
-        f"next: {again}" if verb == "CONTINUE" else f"next: uv run orchestrate.py next   ({verb}: {why})",
+        after,
     ])  # fmt: skip
 
 

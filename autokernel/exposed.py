@@ -53,14 +53,37 @@ def views(torch, arena, specs: list) -> list:
     return found
 
 
+def causes(error) -> list:
+    """An exception, what it was raised from, what that was raised from ..."""
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and len(found) < 20:  # a kernel's own may go round in a circle
+        found.append(cause)
+    return found
+
+
+def refused_line(error):
+    """The line in kernel.py of what Triton's compiler refuses: it counts from the function's `def`."""
+    src, row = getattr(error, "src", None), getattr(getattr(error, "node", None), "lineno", None)
+    for value in vars(sys.modules.get("kernel", sys)).values() if type(src) is str and type(row) is int else ():
+        function = value if hasattr(value, "raw_src") else getattr(value, "fn", None)
+        if getattr(function, "src", None) == src:
+            above = [line.lstrip().startswith("def ") for line in function.raw_src].index(True)
+            return function.starting_line_number + above + row - 1
+    return None
+
+
 def error_of(failure) -> dict:
-    """An exception as data: type, message, the line in kernel.py, and the traceback for those who ask."""
+    """An exception as data: type, message, the deepest line in kernel.py, and the traceback for those who ask."""
     error = list.__getitem__(failure, 0)
     name = type.__dict__["__name__"].__get__(type(error))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == "kernel.py"]
-    line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+    line, said = None, error
+    for cause in causes(error):  # Triton raises anew at each of its functions, up to the launch
+        frames = [f for f in traceback.extract_tb(cause.__traceback__) if Path(f.filename).name == "kernel.py"]
+        refused = refused_line(cause)
+        line = refused or getattr(cause, "lineno", None) or (frames[-1].lineno if frames else line)
+        said = cause if refused else said  # the innermost has the words
     try:
-        text, trace = str(error)[:4000], "".join(traceback.format_exception(error))[-8000:]
+        text, trace = str(said)[:4000], "".join(traceback.format_exception(error))[-8000:]
     except Exception:  # noqa: BLE001 - an exception that cannot be shown is none of ours
         text = trace = ""
     return {

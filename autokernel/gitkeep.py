@@ -88,14 +88,15 @@ class Repo:
             raise GitError(f"cannot switch to {branch}: {_line(said)}")
         return f"branch {branch}: {'continued' if known else 'made here'}"
 
-    def commit(self, source: bytes, subject: str, trailers: dict[str, object]) -> tuple[str, str]:
+    def commit(self, source: bytes, subject: str, text: str, trailers: dict[str, object]) -> tuple[str, str]:
         """Commit kernel.py, which holds `source`, and nothing else. Returns (the commit or "", warning)."""
         path, warning = self.root / "kernel.py", ""
         if self.show("HEAD") != source:
             if self.run("ls-files", "--error-unmatch", "--", "kernel.py")[0]:
                 self.run("add", "--", "kernel.py")
             body = "\n".join(f"{name}: {value}" for name, value in trailers.items())
-            rc, said = self.run("commit", "-q", "-m", _line(subject)[:72], "-m", body, "--", "kernel.py")
+            parts = [word for part in (subject, text, body) for word in ("-m", part)]
+            rc, said = self.run("commit", "-q", *parts, "--", "kernel.py")
             if path.read_bytes() != source:  # a hook that formats
                 atomic_write(path, source)
             if rc:

@@ -44,7 +44,7 @@ KEYS = (
     "kernel_type", "problem", "name", "backend", "device", "gpu_name", "precision", "source_sha256", "problem_sha256",
     *STAGES, "correctness", "reason", "official_check", "weak_problem", "deterministic", "atol", "rtol", "n_trials",
     "repetitions", "latency_us", "pytorch_latency_us", "compile_latency_us", "speedup_vs_pytorch",
-    "speedup_vs_compile", "speedup_vs_best", *(f"fast_{p}" for p in FAST), "noise_pct", "launch_us",
+    "speedup_vs_compile", "speedup_vs_best", *(f"fast_{p}" for p in FAST), "noise_pct", "keep_above_pct", "launch_us",
     "throughput_tflops", "bandwidth_gb_s", "flops", "bytes", "peak_vram_mb", "compile_seconds", "vendor_library",
     "review", "shrunk", "harness", "quick", "bench_time_seconds",
 )  # fmt: skip

@@ -8,6 +8,7 @@ last row rejected is restored. A kill between commit and row leaves a commit tha
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,14 +41,15 @@ def opened() -> Iterator[tuple[Ledger, Repo, Night]]:
         yield ledger, repo, Night.read(ledger, tag)
 
 
-def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
-    """Decide on the last bench run, keep or restore kernel.py, append the row. Returns it, the new state, remarks.
+def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str], bool]:
+    """Decide on the last bench run, keep or restore kernel.py, append the row. Returns it, state, remarks, is it new.
 
     Run again after a kill it ends what was begun. Raises GitError, RecordError, NightError: then nothing was recorded.
     """
     with opened() as (ledger, repo, night):
         run, source = RunRecord.read(), kernel_bytes()
-        done = next((r for r in night.rows if r.run_id == run.values["run_id"]), None)
+        done, remarks = next((r for r in night.rows if r.run_id == run.values["run_id"]), None), []
+        new = done is None
         if done is None:
             work = _measured(run, source, night)
             best = _source_of(ledger, repo, work.best) if work.best else None
@@ -58,17 +60,17 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str]]:
             done = ledger.append(row, source, run.values)
             night = Night.read(ledger, night.tag)
         else:
-            remarks = [f"the last run is experiment {done.experiment} already"]
             rest = {done.source_sha256, *(w.best.source_sha256 for w in night.works if w.best)}
             if hashlib.sha256(source).hexdigest() not in rest:
                 measure = night.current.bench if night.current else "uv run bench.py"
-                raise NightError(f"{remarks[0]}, and kernel.py was not measured since: run {measure} first")
+                raise NightError(f"the last run is experiment {done.experiment} already, and kernel.py was not "
+                                 f"measured since: run {measure} first")  # fmt: skip
         if night.current and (other := night.holder(night.current)):
             remarks.append(f"{night.current.name} is worker {other}'s by now; take another: uv run orchestrate.py next")
         elif night.current:
             workers.claim(night.current.name)
         sync(ledger, repo, night)
-        return done, night, remarks
+        return done, night, remarks, new
 
 
 def record_sweep(run: RunRecord, source: bytes, message: str, why_not: str, files: dict[str, bytes],
@@ -164,7 +166,8 @@ def _committed(row: Row, repo: Repo, source: bytes, number: int) -> tuple[Row, s
     }  # fmt: skip
     shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in facts.items() if v is not None}
     name = row.target or row.kernel_type
-    commit, warning = repo.commit(source, f"{name}: {row.description[: 60 - len(name)]}{gain}", shown)
+    what = textwrap.shorten(row.description, max(20, 70 - len(name + gain)), placeholder=" ...")
+    commit, warning = repo.commit(source, f"{name}: {what}{gain}", row.description, shown)
     return Row(**{**vars(row), "commit": commit[:12]}), warning
 
 

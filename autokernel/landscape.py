@@ -39,11 +39,13 @@ def block(record: RunRecord, this: Sweep) -> str:
         if finding.status not in GOOD:
             failed[finding.status] = failed.get(finding.status, 0) + 1
     values = {**{k: record.values.get(k) for k in KEYS if k != "reason"}, **this.values}
-    winner = next(n for n, v in this.variants.items() if v.name == this.values["winner"])
+    winner = next((n for n, v in this.variants.items() if v.name == this.values["winner"]), None)
+    number = this.values.get("experiment")
     values |= {
         "failed": ", ".join(f"{count} {status}" for status, count in sorted(failed.items())) or 0,
-        "present_us": _us(this, 0), "winner_us": _us(this, winner), "reason": this.values["reason"] or None,
-        "files": f"workspace/experiments/{this.values['experiment']}/sweep.tsv, sweep.png",
+        "present_us": _us(this, 0), "winner_us": None if winner is None else _us(this, winner),
+        "reason": this.values["reason"] or None,
+        "files": f"workspace/{f'experiments/{number}/' if number else ''}sweep.tsv, sweep.png",
     }  # fmt: skip
     wide = max(map(len, KEYS)) + 1
     return "\n".join([*(f"{key + ':':<{wide}} {shown(values.get(key))}" for key in KEYS), "", table(this)])
@@ -117,7 +119,7 @@ def picture(this: Sweep) -> bytes:
         _bars(panels[0], this)
     for panel in panels[len(names) or 1 :]:
         panel.set_axis_off()
-    device = "times, the best of each value marked" if this.ranked() else "no times, there is no GPU here"
+    device = "times, the best of each value marked" if this.ranked() else "no times"
     figure.suptitle(f"{this.source.kernel_type} {this.values['case']}: {device}", fontsize=10)
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)

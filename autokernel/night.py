@@ -59,6 +59,10 @@ class Rules:
             raise NightError(f"{shared() / 'rules.json'}: {error}; remove it, or give the rules anew to: "
                              "uv run orchestrate.py start <tag>") from None  # fmt: skip
 
+    def least_gain_pct(self, values: Mapping[str, Any]) -> float:
+        """Of a run's record: the rule for its device."""
+        return self.min_gain_pct if values.get("gpu_name") else self.min_gain_cpu_pct
+
     @classmethod
     def change(cls, given: Mapping[str, Any]) -> None:
         """Keep the given rules (None: not given) for all later commands."""
@@ -372,7 +376,7 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
     if same_code(source, best):
         return "revert", "the code of the best kernel: nothing changed"
     gain = statistics.median_low(-100.0 if g is None else g for g in gains)
-    least, noise = rules.min_gain_pct if values.get("gpu_name") else rules.min_gain_cpu_pct, noise_pct(values)
+    least, noise = rules.least_gain_pct(values), noise_pct(values)
     runs = f", the middle of {len(gains)} runs" if len(gains) > 1 else ""
     measured = f"{gain:+.2f} %{runs}"
     slower = [s for s in values.get("sizes") or [] if (s.get("paired_gain_pct") or 0.0) < -max(least, noise_pct(s))]
@@ -391,6 +395,11 @@ def decide(values: Mapping[str, Any], source: bytes, best: bytes | None, gains: 
 def noise_pct(values: Mapping[str, Any]) -> float:
     """Percent. 1.5 times a 95 % interval is three standard errors: equal kernels seem better once in 700 times."""
     return max(values.get("noise_pct") or 0.0, 1.5 * (values.get("gain_spread_pct") or 0.0))
+
+
+def keep_above_pct(values: Mapping[str, Any], rules: Rules) -> float:
+    """The gain over the best, in percent, below which `decide` reverts."""
+    return max(rules.least_gain_pct(values), noise_pct(values))
 
 
 def same_code(one: bytes, other: bytes) -> bool:

@@ -37,6 +37,7 @@ RANGE = "autokernel::"
 FORWARD = RANGE + "forward"
 MAX_FORWARDS = 5  # measured under the profiler; 3 where those take longer than SECONDS, fewer where far longer
 SECONDS = 2.0
+INTERPRETED_FLOPS = 5e8  # of kernels in one forward pass in Triton's interpreter: some minutes; verify.py's limit
 
 
 # ---- the profiler's events ------------------------------------------------------------------------------------------
@@ -259,6 +260,7 @@ def profile(
     books = _Books(capture, found, activity, calls, device)
     total_ms = books.total_us / 1e3
     notes = [*loaded.notes, *notes, *_capture_notes(capture), *_apart(total_ms, as_is_ms, modes, device is not None)]
+    notes += [] if device or books.flops_in_sites <= INTERPRETED_FLOPS else [_too_large(books.flops_in_sites)]
     values = {
         "model": loaded.name,
         "inputs": loaded.inputs,
@@ -275,6 +277,11 @@ def profile(
         "notes": notes,
     }
     return Profile(values, books.targets(), books.others())
+
+
+def _too_large(work: float) -> str:
+    return (f"without a GPU verify.py will not run kernels for all of these sites in Triton's interpreter: {work:.1e} "
+            f"FLOPs, the limit is {INTERPRETED_FLOPS:.0e}; give a smaller --input-shape, or take models/tiny.py")
 
 
 def _apart(total_ms: float, as_is_ms: float, modes: dict[str, float], on_gpu: bool) -> list[str]:

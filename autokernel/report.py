@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from autokernel.run import KEYS
+from autokernel.targets import shown_size
 
 # column of the table of sizes -> key of a size's values, width; 80 columns in all
 COLUMNS = {
@@ -49,6 +50,7 @@ def block(values: dict[str, Any], keys: tuple[str, ...] = KEYS) -> str:
 
 
 def table(sizes: list[dict[str, Any]]) -> list[str]:
+    """One row a size, its shape below."""
     if not sizes:
         return []
     rows = [["size", *list(COLUMNS)[1:]]]
@@ -57,7 +59,9 @@ def table(sizes: list[dict[str, Any]]) -> list[str]:
         peak = {"pct_peak": size.get(f"pct_peak_{bound}")}
         rows.append([shown({**size, **peak}.get(key)) for key, _ in COLUMNS.values()])
     aligned = [f"{'<' if i == 0 else '>'}{width}" for i, (_, width) in enumerate(COLUMNS.values())]
-    return ["", *("  ".join(format(c, how) for c, how in zip(row, aligned, strict=True)).rstrip() for row in rows)]
+    lines = ["  ".join(format(c, how) for c, how in zip(row, aligned, strict=True)).rstrip() for row in rows]
+    shapes = ["", *(f"  {shown_size(size['axes'])}" if size.get("axes") else "" for size in sizes)]
+    return ["", *(line for pair in zip(lines, shapes, strict=True) for line in pair if line)]
 
 
 def kernels(rows: list[dict[str, Any]]) -> list[str]:

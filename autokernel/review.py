@@ -53,12 +53,13 @@ def scan(source: bytes) -> list[tuple[int, str]]:
 def _findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
     containers = {t.id for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.value, (ast.Dict, ast.List))
                   for t in n.targets if isinstance(t, ast.Name)}  # fmt: skip
+    checks = {id(found) for node in ast.walk(tree) for found in _alignment(node)}
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             yield from ((line, f"imports {n}") for n in names if n.split(".")[0] in MODULES)
-        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and id(node) not in checks:
             yield line, f".{node.attr}: {ATTRIBUTES[node.attr]}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
             yield line, f"calls {node.func.id}()"
@@ -70,6 +71,15 @@ def _findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from _remembering(node, containers)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from ((line, reason) for text, reason in TEXTS.items() if re.search(text, node.value))
+
+
+def _alignment(node: ast.AST) -> Iterator[ast.AST]:
+    """The addresses of `x.data_ptr() % 16` or of a difference: what is left of them is no key to a tensor."""
+    match node:
+        case ast.BinOp(left=left, op=ast.Mod(), right=ast.Constant(value=int(size))) if size <= 4096:
+            terms = [left.left, left.right] if isinstance(left, ast.BinOp) else [left]
+            called = [t.func for t in terms if isinstance(t, ast.Call)]
+            yield from (f for f in called if isinstance(f, ast.Attribute) and f.attr == "data_ptr")
 
 
 def _remembering(function: ast.FunctionDef, containers: set[str]) -> Iterator[tuple[int, str]]:

@@ -18,11 +18,12 @@ from filelock import FileLock, Timeout
 
 from autokernel import counters, gpu, integrity, ops
 from autokernel.judge import OUT_OF_MEMORY, Bench, Limits, Stage, correctness_cases, run_stages, varied
+from autokernel.night import Rules, keep_above_pct
 from autokernel.paths import atomic_write, cache_dir, workspace
 from autokernel.process import Launcher, compiled_mark
 from autokernel.records import RunRecord, now
 from autokernel.review import scan, vendor_calls
-from autokernel.source import KernelError, read_kernel
+from autokernel.source import KernelError, KernelUnreadable, read_kernel
 from autokernel.spec import STAGES, Case
 from autokernel.targets import Target, active_target
 from autokernel.timing import Timing, foul_play, time_case
@@ -37,8 +38,8 @@ KEYS = (
     "size", "dtype", "latency_us", "throughput_tflops", "bandwidth_gb_s", "pct_peak_compute", "pct_peak_bandwidth",
     "pct_measured_compute", "pct_measured_bandwidth", "arithmetic_intensity", "ridge_point", "bottleneck", "flops",
     "bytes", "peak_vram_mb", "pytorch_latency_us", "speedup_vs_pytorch", "speedup_vs_compile", "speedup_vs_best",
-    "noise_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes", "vendor_library", "review",
-    "harness", "quick", "bench_time_seconds",
+    "noise_pct", "keep_above_pct", "launch_us", "compile_seconds", "registers", "spill_bytes", "smem_bytes",
+    "vendor_library", "review", "harness", "quick", "bench_time_seconds",
 )  # fmt: skip
 
 
@@ -75,11 +76,11 @@ def run(
     harness: integrity.Harness | None = None,
     spent: float = 0.0,
 ) -> RunRecord:
-    """Judge a kernel. Always returns a record: a kernel that cannot be read or run is a verdict too.
+    """Judge a kernel. Returns a record: a kernel that is no Python or cannot be run is a verdict too.
 
     harness: what `integrity.required` has found already, where the caller asked it. spent: seconds that the caller has
     waited already; they count as the run's.
-    Raises UsageError for options that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
+    Raises UsageError for options or a file that name nothing, GpuBusy when another run holds the GPU, HarnessChanged.
     """
     target = active_target()
     values = dict.fromkeys(KEYS) | dict.fromkeys(STAGES, "not run") | {"target": target.name if target else None}
@@ -96,14 +97,14 @@ def recorded(
 ) -> RunRecord:  # fmt: skip
     """The record of one kernel file, judged by what `open_session(source, best, device, digest)` returns.
 
-    kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`.
+    kind: the KERNEL_TYPE that the file must have, if one is asked for. spent: as for `run`. Raises NightError for rules
+    that cannot be read.
     """
-    started, clock = now(spent), time.perf_counter()
+    started, clock, rules = now(spent), time.perf_counter(), Rules.read()
     harness = harness or integrity.required(options.allow_dirty_harness)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    values |= {"started": started, "quick": options.quick, "sizes": []} | _device_values(device)
+    values |= {"started": started, "quick": options.quick, "sizes": []} | device_values(device)
     values |= {"harness": harness.status, "harness_commit": harness.commit, "harness_sha256": harness.sha256}
-    data = b""
     try:
         source = read_kernel(options.kernel, kind)
         data = source.data
@@ -116,10 +117,13 @@ def recorded(
         values["best_sha256"] = best.sha256 if best else None
         with gpu_lock(device):
             values |= open_session(source, best, device, harness.sha256).run(launcher)
+    except KernelUnreadable as error:
+        raise UsageError(f"nothing was judged: {error}") from None
     except KernelError as error:
-        with contextlib.suppress(OSError):
-            data = options.kernel.read_bytes()
+        data = options.kernel.read_bytes()
         values |= {"correctness": "FAIL", "reason": str(error)}
+    if values.get("paired_gain_pct") is not None:
+        values["keep_above_pct"] = keep_above_pct(values, rules)
     values["bench_time_seconds"] = spent + time.perf_counter() - clock
     record = RunRecord.new(data, values["correctness"])
     return RunRecord({**values, **record.values, "started": started})
@@ -403,7 +407,8 @@ def keep_compiled_ratio(bench: Bench, case: Case, ratio: float) -> None:
     atomic_write(_compiled_path(bench, case), json.dumps(values).encode())
 
 
-def _device_values(device: torch.device) -> dict[str, Any]:
+def device_values(device: torch.device) -> dict[str, Any]:
+    """What a record says of the device."""
     if device.type == "cuda":
         return {"device": "cuda", "gpu_name": torch.cuda.get_device_name(device), "torch": torch.__version__,
                 "gpu_memory_mb": torch.cuda.get_device_properties(device).total_memory / 2**20}  # fmt: skip

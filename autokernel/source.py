@@ -15,10 +15,15 @@ from autokernel.spec import OpSpec
 
 BACKENDS = ("triton", "cuda")
 LONGEST = 8 << 20  # bytes of a kernel file
+ANOTHER = "give one with --kernel FILE; the night's kernel.py comes back with: uv run orchestrate.py next"
 
 
 class KernelError(ValueError):
     """A kernel file that cannot be judged; one line: where, what, what is allowed."""
+
+
+class KernelUnreadable(KernelError):
+    """There is no file to judge: no verdict on a kernel."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,10 @@ def read_kernel(path: Path, expected_type: str | None = None) -> KernelSource:
     """Read and check a kernel file statically. Raises KernelError with the line, the fault and the known names."""
     try:
         if path.exists() and not path.is_file() or path.stat().st_size > LONGEST:  # a pipe or a device never ends
-            raise KernelError(f"{path}: no regular file of at most {LONGEST >> 20} MB; give one with --kernel FILE")
+            raise KernelUnreadable(f"{path}: no regular file of at most {LONGEST >> 20} MB; {ANOTHER}")
         data = path.read_bytes()
     except OSError as error:
-        raise KernelError(f"{path}: {error.strerror}; give a kernel file with --kernel FILE") from None
+        raise KernelUnreadable(f"{path}: {error.strerror}; {ANOTHER}") from None
     try:
         tree = ast.parse(data, filename=str(path))
     except (RecursionError, MemoryError):

@@ -2,7 +2,7 @@
 
 Variants are screened and timed by `lab`, here or on several GPUs (`scale`); a last heat on one GPU times the best few
 and the present kernel; the winner goes through all five stages, paired with the present kernel. Only then, and only if
-it is faster beyond the noise, kernel.py is changed. A sweep makes one row in the ledger.
+it is faster beyond the noise, kernel.py is changed. A sweep makes one row in the ledger. Without a GPU it screens only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autokernel.ops import get
 from autokernel.paths import atomic_write, repo_root, workspace
 from autokernel.process import Launcher
 from autokernel.records import Row, RunRecord, now
-from autokernel.run import Options, UsageError, run, timed_cases
+from autokernel.run import Options, UsageError, device_values, run, timed_cases
 from autokernel.scale import Cluster, Gpus, cores_each
 from autokernel.source import KernelError, KernelSource, read_kernel
 from autokernel.space import Config, Search, parse, rewrite, tunables
@@ -37,6 +37,7 @@ from autokernel.targets import active_target
 
 FINALISTS = 4
 JUDGED = 3  # winners that may fail the whole judge before the present kernel stays
+NOT_TIMED = "without a GPU a sweep only screens: nothing is timed, chosen, judged or recorded"
 REFUSED = "fails the whole judge"
 ROUNDS = 6  # of a search whose grid is larger than its budget
 
@@ -51,6 +52,7 @@ class Request:
     minutes: float | None = None
     begun: float = field(default_factory=time.monotonic)  # when the command started: what it costs includes that
     timed: bool | None = None  # default: where there is a GPU; in the interpreter times mean nothing
+    say: Callable[[str], None] = lambda text: None  # hears at once what the sweep will not do
 
 
 @dataclass
@@ -119,6 +121,7 @@ def sweep(
 ) -> tuple[RunRecord, Sweep]:  # fmt: skip
     """Run a sweep to its end: files, row and record are written. The record is the winner's, with a part "sweep".
 
+    Where nothing is timed there is no winner: the record has no verdict, and neither it nor a row is written.
     children: of the judge, and of the sweep unless it runs `elsewhere`, which is closed when the variants are done.
     Raises UsageError, SpaceError for what cannot be swept, GpuBusy, HarnessFailure, ScaleError, RecordError.
     """
@@ -135,10 +138,15 @@ def sweep(
             _measure(this, replace(job, rungs=FINAL), this.finalists, where, math.inf, together=True)
     swept = time.monotonic() - request.begun
     this.values |= {"gpus": where.width, "sweep_seconds": swept, "case": ", ".join(c.label for c in job.cases)}
-    record, winner = _judged(this, children, harness)
-    record.values |= {"started": started, "variants": len(this.findings)}
+    record, winner = _judged(this, children, harness) if job.timed else (RunRecord(_unjudged(this)), None)
+    record.values |= {"started": started, "variants": len(this.findings), "sweep": this.values}
     record.values["bench_time_seconds"] = time.monotonic() - request.begun
-    _finish(this, record, winner)
+    _count(this, record)
+    if winner is None:
+        for name, data in _files(this).items():
+            atomic_write(workspace() / name, data)
+    else:
+        _finish(this, record, winner)
     return record, this
 
 
@@ -201,6 +209,8 @@ def _read_candidates(this: Sweep, folder: Path) -> list[int]:
 
 def _measure(this: Sweep, job: Job, numbers: list[int], where, end: float, together: bool = False) -> None:
     """Have the places evaluate these variants, dealt out evenly, or together in one place."""
+    if not job.timed and 0 in numbers:  # the first of all
+        this.request.say(NOT_TIMED)
     parts = 1 if together else max(1, min(where.width, len(numbers)))
     left = None if math.isinf(end) else max(1.0, end - time.monotonic())
     jobs = [
@@ -221,7 +231,7 @@ def _judged(this: Sweep, children: Launcher, harness: Harness) -> tuple[RunRecor
     """The whole judge on the fastest that passes it; where none is faster than the present kernel, on that."""
     present, best = this.findings[0], this.options.best
     faster = this.faster()[:JUDGED]
-    if not this.ranked():  # no GPU: nothing was timed
+    if not this.ranked():  # the time was up
         faster = [] if present.status == "right" else [n for n, f in this.findings.items() if f.status == "right"][:1]
     for number in [*faster, 0]:
         path, rival = this.options.kernel, best
@@ -241,7 +251,7 @@ def _judged(this: Sweep, children: Launcher, harness: Harness) -> tuple[RunRecor
 def _why_not(this: Sweep, record: RunRecord, winner: int) -> str:
     """Why the winner does not take the place of the present kernel; "" if it does."""
     values, present = record.values, this.findings[0]
-    untimed = "the time was up before anything was timed" if values["gpu_name"] else "nothing is timed without a GPU"
+    untimed = "the time was up before anything was timed"
     if not winner:
         return "no variant is faster" if this.ranked() else untimed
     if values["correctness"] != "PASS":
@@ -261,26 +271,42 @@ def _why_not(this: Sweep, record: RunRecord, winner: int) -> str:
     return ""
 
 
+def _unjudged(this: Sweep) -> dict[str, Any]:
+    """The values of a record without a verdict."""
+    target, source = active_target(), this.source
+    this.values |= {"winner": None, "written_back": False, "gain_pct": None, "reason": NOT_TIMED}
+    return {"kernel_type": source.kernel_type, "backend": source.backend, "source_sha256": source.sha256,
+            "target": target.name if target else None, **device_values(torch.device("cpu")), "correctness": None,
+            "reason": NOT_TIMED}  # fmt: skip
+
+
+def _count(this: Sweep, record: RunRecord) -> None:
+    """How many variants came out how, and at what rate."""
+    this.values |= {
+        "variants": len(this.findings), "right": sum(f.status in ("timed", "right") for f in this.findings.values()),
+        "timed": len(this.ranked()), "variants_per_hour": 3600 * len(this.findings) / this.values["sweep_seconds"],
+        "judge_seconds": record.values["bench_time_seconds"] - this.values["sweep_seconds"],
+    }  # fmt: skip
+
+
+def _files(this: Sweep) -> dict[str, bytes]:
+    return {"sweep.tsv": landscape.tsv(this), "sweep.png": landscape.picture(this)}
+
+
 def _finish(this: Sweep, record: RunRecord, winner: int) -> None:
     """Put the winner in place if it earned that; write the record, the files and the row."""
     why, variant, gain = _why_not(this, record, winner), this.variants[winner], this.gain(winner)[0]
-    right = [f for f in this.findings.values() if f.status in ("timed", "right")]
     refused = next((f.reason for f in this.findings.values() if f.reason.startswith(REFUSED)), "")
     reason = why if record.values["correctness"] == "PASS" else str(record.values["reason"])
     this.values |= {
-        "variants": len(this.findings), "right": len(right), "timed": len(this.ranked()), "winner": variant.name,
-        "written_back": not why, "gain_pct": None if math.isnan(gain) else gain,
+        "winner": variant.name, "written_back": not why, "gain_pct": None if math.isnan(gain) else gain,
         "reason": f"{reason} (a faster one {refused})" if refused and reason else reason,
-        "judge_seconds": record.values["bench_time_seconds"] - this.values["sweep_seconds"],
-        "variants_per_hour": 3600 * len(this.findings) / this.values["sweep_seconds"],
-    }  # fmt: skip
-    record.values["sweep"] = this.values
+    }
     if not why:
         atomic_write(workspace() / "unrecorded" / f"kernel-{this.source.sha256[:12]}.py", this.source.data)
         atomic_write(this.options.kernel, variant.data)
     record.write()
-    files = {"sweep.tsv": landscape.tsv(this), "sweep.png": landscape.picture(this)}
     what = f"candidates of {this.request.candidates}" if this.request.candidates else f"sweep {this.request.ranges}"
     in_run = this.options.kernel.resolve() == repo_root() / "kernel.py"
-    row: Row = record_sweep(record, variant.data, f"{what}: {variant.name}", why, files, in_run)
+    row: Row = record_sweep(record, variant.data, f"{what}: {variant.name}", why, _files(this), in_run)
     this.values["experiment"] = row.experiment

@@ -124,6 +124,12 @@ class Target:
         return found
 
 
+def shown_size(size: Mapping[str, Any]) -> str:
+    """M=64 K=768 N=50257"""
+    sizes = {axis: "x".join(map(str, n)) if isinstance(n, (tuple, list)) else n for axis, n in size.items()}
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n != "")
+
+
 def target_key(op: str, args: Mapping[str, Mapping[str, Any]], scalars: Mapping[str, Any]) -> str:
     """What a kernel is optimised and checked for: operator, shape, strides and dtype of each argument, scalars."""
     tensors = [f"{n}{a['shape']}{a['strides']}{a['dtype']}" for n, a in args.items()]

@@ -22,6 +22,7 @@ from autokernel.compare import TOLERANCES, compare, same_bits
 from autokernel.graph import flops
 from autokernel.models import Loaded
 from autokernel.outputs import Oracle, Snapshot, difference, inexact, named
+from autokernel.targets import read_targets, shown_size
 from autokernel.timing import Ratio
 
 SCHEMA = 1
@@ -30,7 +31,6 @@ COMPILED: dict[str, dict[str, Any]] = {  # CUDA graphs are ours to capture
     "torch.compile": {}, "max-autotune": {"mode": "max-autotune-no-cudagraphs"}}  # fmt: skip
 IN_A_GRAPH = " in a CUDA graph"
 PAIRS, SECONDS = (7, 40), 1.0  # timed pairs of calls of a comparison
-INTERPRETED_FLOPS = 5e8  # of sites in one forward pass in Triton's interpreter: some minutes
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,10 @@ class Verification:
 
     def _interpretable(self, served: list[sites.Site]) -> None:
         work = sum(s.flops for s in served)
-        if self.loaded.device.type == "cpu" and work > INTERPRETED_FLOPS:
+        if self.loaded.device.type == "cpu" and work > profiling.INTERPRETED_FLOPS:
             raise VerifyError(f"{work:.1e} FLOPs of kernels take too long in Triton's interpreter (limit "
-                              f"{INTERPRETED_FLOPS:.0e}): give a smaller --input-shape or a smaller model")  # fmt: skip
+                              f"{profiling.INTERPRETED_FLOPS:.0e}): give a smaller --input-shape, or take a smaller "
+                              "model: models/tiny.py")  # fmt: skip
 
     def _first(self, site: sites.Site) -> Kernel:
         return self.applied.usable(self.applied.routes[site.key])[0]
@@ -273,8 +274,13 @@ class Verification:
             reasons += list(self.applied.failed.values())
             near = [r for r in reasons if "shape" in r] or reasons  # a kernel for the operator, but for another call
             why = max(set(near), key=near.count) if near else "no site of our operators was found in it"
-            raise VerifyError(f"no call of {self.loaded.name} reaches a kernel: {why}; see where its time goes with: "
-                              "uv run profile.py")  # fmt: skip
+            advice = "see where its time goes with: uv run profile.py"
+            if near and "shape" in why:
+                own = {k.name for k in self.kernels.kernels if k.key}
+                made = [f"{t.name} ({shown_size(t.size)})" for t in read_targets() if t.name in own]
+                advice = (f"kernels serve the shapes that they were extracted and checked for: {', '.join(made)}; give "
+                          "that --input-shape, or run uv run profile.py at this one and uv run extract.py")
+            raise VerifyError(f"no call of {self.loaded.name} reaches a kernel: {why}; {advice}")
 
     def _row(self, route: Route) -> dict[str, Any]:
         places = route.sites or route.inner

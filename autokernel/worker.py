@@ -40,6 +40,7 @@ LAUNCHES = 24  # calls back to back, whose host time is taken; the first few do 
 GUARD = 512  # bytes of noise before, between and after the tensors of an arena
 
 
+INTERPRETED = "; Triton's interpreter needs so long for many small tiles: larger blocks, or a smaller --input-shape"
 COMPILE_ERRORS = ("CudaCompileError", "CompilationError")
 
 
@@ -297,7 +298,8 @@ class Worker:
                 raise ValueError("the answer does not belong to the request")
         except TimeoutError:
             self.child.kill()
-            raise WorkerFailure("TIMEOUT", f"no answer within {timeout:.0f} s, killed") from None
+            why = INTERPRETED * (self.device.type == "cpu")
+            raise WorkerFailure("TIMEOUT", f"no answer within {timeout:.0f} s, killed{why}") from None
         except (ValueError, RecursionError):
             self.child.kill()
             raise WorkerFailure("CRASH", "the kernel's process answered out of turn", self._tail()) from None

@@ -81,6 +81,7 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
     from autokernel import report
     from autokernel.gpu import GpuTableError
     from autokernel.kbjudge import KEYS, ProblemOptions, judge_problem
+    from autokernel.night import NightError
     from autokernel.records import RecordError
     from autokernel.run import GpuBusy, HarnessFailure, UsageError
 
@@ -94,7 +95,7 @@ def judge(args: argparse.Namespace, problem, children, harness) -> int:
             record = judge_problem(problem, options, children, progress, harness, say, age())
         record.write()
         note(problem, record.values, args.kernel, keep_best=not planned(problem))
-    except (UsageError, GpuBusy, HarnessFailure, GpuTableError, RecordError, OSError) as error:
+    except (UsageError, GpuBusy, HarnessFailure, GpuTableError, NightError, RecordError, OSError) as error:
         print(f"bench_kb.py: {error}", file=sys.stderr)
         return 2
     print(json.dumps(record.values, indent=1) if args.json else report.block(record.values, KEYS))

@@ -131,7 +131,7 @@ def _blocks(q, rows, block_d):
     """(BLOCK_M, BLOCK_N, num_warps, num_stages, SM count): CONFIG's, shrunk until the tiles fit in shared memory."""
     props = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
     sms, shared = (props.multi_processor_count, props.shared_memory_per_block_optin) if props else (8, 227 * 1024)
-    if q.dtype == torch.float32 or (props and props.major < 8):  # on the FMA units: all must fit in registers
+    if props and (q.dtype == torch.float32 or props.major < 8):  # on the FMA units: all must fit in registers
         return 32, 32 if block_d <= 64 else 16, 4 if block_d <= 128 else 8, 2 if block_d <= 128 else 1, sms
     kind = "DECODE_" if rows <= 16 else ""
     n, warps, stages = (CONFIG[kind + key] for key in ("BLOCK_N", "num_warps", "num_stages"))

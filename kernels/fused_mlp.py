@@ -112,15 +112,16 @@ def _descriptor(t, block_row, block_col):
 
 def _tiling(x, N, block_n, gated):
     """(BLOCK_M, BLOCK_N, BLOCK_K, num_warps, num_stages, SM count): CONFIG's, shrunk where the grid or the GPU asks."""
-    M, sms, shared, fma = x.shape[0], 1, 227 * 1024, x.dtype == torch.float32
+    M, sms, shared, fma = x.shape[0], 1, 227 * 1024, False  # the interpreter (no GPU) wants few large tiles
     if x.is_cuda:
         props = torch.cuda.get_device_properties(x.device)
-        sms, shared, fma = props.multi_processor_count, props.shared_memory_per_block_optin, fma or props.major < 8
+        sms, shared = props.multi_processor_count, props.shared_memory_per_block_optin
+        fma = x.dtype == torch.float32 or props.major < 8
     if fma:  # IEEE fp32 runs on the FMA units: operands and accumulators must fit in registers
         return (64 if M > 64 else 32), 64, 16, 4, 2, sms
     if M <= 64:
-        m, n, k = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_N"], CONFIG["SKINNY_BLOCK_K"]
-        warps, stages = CONFIG["SKINNY_WARPS"], 4
+        m, k, warps, stages = max(16, triton.next_power_of_2(M)), CONFIG["SKINNY_BLOCK_K"], CONFIG["SKINNY_WARPS"], 4
+        n = CONFIG["SKINNY_BLOCK_N"] if x.is_cuda else block_n
     else:
         m, n, k, stages = CONFIG["BLOCK_M"], block_n, CONFIG["BLOCK_K"], CONFIG["num_stages"]
         # A last wave that leaves SMs idle costs a full one: smaller tiles win when they save more than they lose.
@@ -130,7 +131,7 @@ def _tiling(x, N, block_n, gated):
         warps = CONFIG["num_warps"] if m * n > 64 * 64 else 4
     if shared < 200 * 1024:
         m, n, k = min(m, 128), min(n, block_n // 2), min(k, 64)
-    stages = min(stages, shared // ((m + n * (2 if gated else 1)) * k * x.element_size()))
+    stages = max(1, min(stages, shared // ((m + n * (2 if gated else 1)) * k * x.element_size())))
     return m, n, k, warps, stages, sms
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from autokernel import counters, ops, report, timing
+from autokernel import counters, ops, report, runner, timing, worker
 from autokernel.run import KEYS, UsageError
 from autokernel.timing import CPU_REPETITIONS
 
@@ -41,6 +43,18 @@ def test_kernel_py_is_the_matmul_starter():
     assert (ROOT / "kernel.py").read_bytes() == (ROOT / "kernels" / "matmul.py").read_bytes()
 
 
+def test_starters_take_few_large_tiles_in_the_interpreter():
+    """GPT2's head, fp32, was 37,728 steps of 6 ms: no call ended within the judge's limit."""
+    matmul, mlp, attention = (runner.by_path(op, ROOT / "kernels" / f"{op}.py")
+                              for op in ("matmul", "fused_mlp", "flash_attention"))  # fmt: skip
+    m, n, k, *_ = matmul._tiling(torch.empty(64, 768), 50257)
+    assert m == 64 and -(-50257 // n) * -(-768 // k) < 1000
+    m, n, k, *_ = mlp._tiling(torch.empty(64, 768), 3072, mlp.CONFIG["GATE_BLOCK_N"], True)
+    assert m == 64 and (3072 // n) * (768 // k) < 200
+    same = {attention._blocks(torch.empty(1, 1, 512, 64, dtype=d), 512, 64) for d in (torch.float32, torch.float16)}
+    assert {blocks[:2] for blocks in same} == {(attention.CONFIG["BLOCK_M"], attention.CONFIG["BLOCK_N"])}
+
+
 MISTAKES = {
     "syntax error": ("def kernel_fn(x:\n", ["kernel.py:1", "syntax error"]),
     "no KERNEL_TYPE": ("def kernel_fn(x): pass\n", ["no KERNEL_TYPE", "matmul"]),
@@ -66,7 +80,10 @@ def test_mistakes_get_one_line(mistake, judge):
 
 
 def test_a_missing_file_says_which(judge, tmp_path):
-    assert "nowhere.py: No such file" in judge(tmp_path / "nowhere.py")["reason"]
+    with pytest.raises(UsageError, match="nothing was judged: .*nowhere.py: No such file.*--kernel FILE"):
+        judge(tmp_path / "nowhere.py")
+    with pytest.raises(UsageError, match="nothing was judged: .*no regular file"):
+        judge(tmp_path)
 
 
 def test_unknown_size_lists_the_known(judge):
@@ -78,7 +95,7 @@ FAULTS = {
     "raises": ("raise ValueError('boom')", "CRASH", "ValueError (kernel.py line 4): boom"),
     "exits": ("import os; os._exit(0)", "CRASH", "exit code 0"),
     "exits politely": ("raise SystemExit(0)", "CRASH", "SystemExit"),
-    "hangs": ("while True: pass", "TIMEOUT", "no answer within 5 s"),
+    "hangs": ("while True: pass", "TIMEOUT", "within 5 s, killed; Triton's interpreter needs so long for many small"),
     "hangs in a native call": ("import time; time.sleep(3600)", "TIMEOUT", "no answer within 5 s"),
     "dies by a signal": ("import ctypes; ctypes.string_at(0)", "CRASH", "SIGSEGV"),
     "aborts in C++": ("import os; os.write(2, b'terminate called\\n  what():  CUDA error: bad address\\n'); os.abort()",
@@ -106,6 +123,51 @@ def test_clocks_that_disagree_once_are_chance(times, outcome, judge, monkeypatch
     values = judge(GOOD.format(body="pass"), sizes="small")
     assert values["correctness"] == outcome and ("522 us" in str(values["reason"])) == (outcome == "FAIL")
     assert not found
+
+
+TRITON = """import torch, triton
+import triton.language as tl
+KERNEL_TYPE = "reduce"
+
+@triton.jit
+def _inner(x):
+    y = x + 1
+    return tl.reshape(y, (3,))
+
+@triton.autotune([triton.Config({})], key=[])
+@triton.jit
+def _outer(out):
+    tl.store(out + tl.arange(0, 4), _inner(tl.arange(0, 4)))
+
+def kernel_fn(x, dim=-1):
+    _outer[(1,)](x.sum(dim))
+"""
+PLACE = TRITON.splitlines().index("    return tl.reshape(y, (3,))") + 1
+COMPILING = """
+import sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from autokernel import exposed
+kernel = exposed.imported(sys.argv[1])
+try:
+    triton.compile(ASTSource(kernel._outer.fn, {"out": "*i32"}, {}), target=GPUTarget("cuda", 90, 32))
+except Exception as error:
+    print(exposed.error_of(exposed.Failure([error])))
+"""
+
+
+def test_a_crash_inside_a_triton_function_names_its_line(judge, tmp_path):
+    """The deepest line of kernel.py, not the launch: in the interpreter, and as the compiler for a GPU reports it."""
+    assert f"(kernel.py line {PLACE})" in judge(TRITON)["reason"]
+    (tmp_path / "kernel.py").write_text(TRITON)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILING, str(tmp_path / "kernel.py")], cwd=ROOT, text=True,
+                          env=environment, capture_output=True, timeout=120)  # fmt: skip
+    said = worker._reported(ast.literal_eval(done.stdout))
+    assert str(said).startswith(f"CompilationError (kernel.py line {PLACE}): at 3:11: "), str(said)
+    assert "power of 2" in str(said)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -136,6 +198,9 @@ def test_best_is_timed_in_pairs(judge, tmp_path):
     best.write_text(reduce_with("pass"))
     values = judge(reduce_with("import time; time.sleep(0.02)"), best=best, quick=True)
     assert 0 < values["speedup_vs_best"] < 0.7 and values["paired_gain_pct"] < -30
+    assert values["keep_above_pct"] == max(25.0, values["noise_pct"], 1.5 * values["gain_spread_pct"])
+    shape = ops.get("reduce").cpu_shapes[values["size"]]["shape"]
+    assert f"\n  shape={'x'.join(map(str, shape))}" in report.block(values)
 
 
 def test_command_line(tmp_path):
@@ -160,6 +225,9 @@ def test_command_line(tmp_path):
     assert subprocess.run(status, cwd=ROOT, capture_output=True, text=True).stdout == before
     bad = subprocess.run([*command, "--sizes", "huge"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert bad.returncode == 2 and bad.stderr.startswith("bench.py: unknown --sizes 'huge'") and not bad.stdout
+    kernel.unlink()
+    none = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert none.returncode == 2 and none.stderr.startswith("bench.py: nothing was judged: ") and not none.stdout
 
 
 def test_counters_say_why_there_are_none(judge):

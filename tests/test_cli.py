@@ -60,6 +60,29 @@ def test_control_c_is_one_line(script, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("moment", ["at the end", "at once", "unbuffered", "at a socket"])
+def test_a_closed_pipe_ends_in_silence(script, moment, tmp_path):
+    """`| head -1`: what is printed last is written out at the end, a long text earlier. A socket's is an error."""
+    text = {"at the end": "print('few')\n    sys.exit(0)", "at once": "print('x' * 100_000)",
+            "unbuffered": "print('few')", "at a socket": "raise BrokenPipeError(32, 'Broken')"}[moment]  # fmt: skip
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import argparse, sys\ndef parse(*_):\n    {text}\nargparse.ArgumentParser.parse_args = parse\n"
+    )
+    read, write = os.pipe()
+    if moment != "at a socket":
+        os.close(read)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1" * (moment == "unbuffered")}
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=environment,
+                          stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)  # fmt: skip
+    os.close(write)
+    if moment == "at a socket":
+        os.close(read)
+        assert done.returncode in (2, 3) and "Broken; AUTOKERNEL_TRACEBACK=1" in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_python_without_the_packages(script, tmp_path):
     """Stands in for `python bench.py` outside the environment: a finder that knows no PyTorch."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from autokernel.night import Rules, code_lines, decide, same_code
+from autokernel.night import Rules, code_lines, decide, keep_above_pct, same_code
 from autokernel.records import Ledger
 from autokernel.tables import CPU
 from tests import night
@@ -168,6 +168,17 @@ def test_decision(decision, options):
     assert judged(**options)[0] == decision
 
 
+@pytest.mark.parametrize("above, values", [
+    (1.0, {"gpu_name": "Test GPU", "noise_pct": 0.2, "gain_spread_pct": 0.2}),
+    (3.0, {"gpu_name": "Test GPU", "noise_pct": 2.0, "gain_spread_pct": 2.0}),
+    (25.0, {"gpu_name": None, "noise_pct": 20.27, "gain_spread_pct": 2.0}),
+    (40.95, {"gpu_name": None, "noise_pct": 20.27, "gain_spread_pct": 27.3}),
+])  # fmt: skip
+def test_the_threshold_that_is_shown_is_the_one_that_decides(above, values):
+    assert keep_above_pct(values, Rules()) == pytest.approx(above)
+    assert judged(gain=above + 0.01, **values)[0] == "keep" and judged(gain=above - 0.01, **values)[0] == "revert"
+
+
 def test_equal_kernels_are_kept_by_mistake_at_most_once():
     """30 records of a kernel equal to the best, from quiet to noisy GPUs, by the judge's own statistics."""
     from autokernel.timing import REPETITIONS, Ratio, median_spread
@@ -266,7 +277,9 @@ def test_record_again_is_harmless(begun):
     begun.experiment(1.0)
     begun.experiment(0.9)
     for _ in range(2):
-        assert "experiment 2 already" in begun.run("record", "-m", "again")
+        said = begun.run("record", "-m", "again")
+        assert said.startswith("nothing new to record, the last run is experiment 2 already (REVERT); next: edit ")
+        assert said.count("\n") == 1
     begun.write(3.0)
     assert "not measured since" in begun.run("record", "-m", "again", rc=2)
     assert len(begun.rows) == 2
@@ -414,6 +427,24 @@ def test_git_is_touched_with_gloves(begun):
     for commit in repo.commits():
         assert repo.git("show", "--format=", "--name-only", commit).split() == ["kernel.py"]
     assert repo.git("status", "--porcelain") == " M night.py\nA  notes.txt\n"
+
+
+def test_a_long_message_is_cut_at_a_word_and_kept_whole_in_the_body(begun):
+    message = "BLOCK_M 128 to 256 and eight warps instead of four, so that B is read 1234567 times less often"
+    begun.experiment(1.0, note="short")
+    begun.experiment(1.5, note=message)
+    subject, _, body = begun.git("log", "-1", "--format=%B").partition("\n\n")
+    assert subject == "rmsnorm: BLOCK_M 128 to 256 and eight warps instead of ... (+50.0 %)"
+    assert body.startswith(f"{message}\n\nExperiment: 2\n") and len(subject) <= 72
+    begun.experiment(2.0, note="x" * 200)
+    assert begun.git("log", "-1", "--format=%s") == "rmsnorm: ... (+33.3 %)\n"
+    assert begun.git("log", "-1", "--format=%(trailers:key=Experiment,valueonly)").split() == ["3"]
+
+
+def test_start_leads_on(repo):
+    assert "next: uv run profile.py --model" in repo.run("start", "may")
+    repo.plan(t1_rmsnorm=0.5)
+    assert repo.run("start", "may").endswith("next: uv run orchestrate.py next\n")
 
 
 def test_without_a_branch_of_ours(repo):

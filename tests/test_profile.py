@@ -126,6 +126,16 @@ LLAMA = """
     """
 
 
+def test_a_model_too_large_for_the_interpreter_says_so_before_the_night(run, model, monkeypatch):
+    """Small at 1,16: its head alone is 2 x 16 x 32 x 101 = 1.03e5 FLOPs."""
+    monkeypatch.setattr(profiling, "INTERPRETED_FLOPS", 1e5)
+    path = model(LLAMA.format(root=str(repo_root())))
+    options = ("--class-name", "Small", "--input-shape", "1,16", "--device", "cpu")
+    status, out, _ = run("profile", "--model", path, *options)
+    said = " ".join(out.split())
+    assert status == 0 and "the limit is 1e+05; give a smaller --input-shape, or take models/tiny.py" in said
+
+
 def test_profile_then_extract(run, model, tmp_path, monkeypatch):
     path = model(LLAMA.format(root=str(repo_root())))
     extras = ["--device", "cpu", "--plot", "--export-trace", "--memory-snapshot"]
@@ -142,7 +152,7 @@ def test_profile_then_extract(run, model, tmp_path, monkeypatch):
         assert len(row["sites"]) == row["calls"]
         assert row["ms"] == pytest.approx(sum(s["ms"] for s in row["sites"]))
     assert calls == {"rmsnorm": 7, "flash_attention": 3, "rotary_embedding": 6, "fused_mlp": 3, "matmul": 13}
-    assert record["flops_in_sites"] == 1
+    assert record["flops_in_sites"] == 1 and "will not run" not in out
     assert (workspace / "profile.png").stat().st_size > 1000 and json.loads((workspace / "trace.json").read_text())
     assert "needs a GPU" in out and max(len(line) for line in out.splitlines() if "/workspace" not in line) <= 100
 

@@ -19,11 +19,12 @@ import pytest
 from autokernel import landscape, scale, space
 from autokernel.integrity import Harness, digest
 from autokernel.lab import STATUSES, Finding, Job, Lab, Variant
+from autokernel.paths import workspace
 from autokernel.process import launcher
 from autokernel.records import Ledger, RunRecord
 from autokernel.run import Options, UsageError
 from autokernel.spec import Case
-from autokernel.sweep import Request, sweep
+from autokernel.sweep import NOT_TIMED, Request, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = Harness("clean", "", (), digest())
@@ -461,15 +462,28 @@ def bench(*arguments, kernel, rc):
     return done
 
 
-def test_command_line_without_a_gpu(kernel):
+OTHERS = ("MODE=good MS=0", "MODE=fine MS=0", "MODE=fine MS=4")
+
+
+def test_a_sweep_without_a_gpu_only_screens(kernel):
+    last = workspace() / "last_run.json"
+    last.parent.mkdir()
+    last.write_text("an earlier verdict")
     done = bench("--sweep", "auto", "--sizes", "small", "--quick", kernel=kernel, rc=0)
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines[: len(landscape.KEYS)]] == list(landscape.KEYS)
-    assert max(map(len, lines)) <= 100 and done.stderr == ""
+    assert max(map(len, lines)) <= 100 and done.stderr == f"bench.py: {NOT_TIMED}\n"
     block = {k: v.strip() for k, _, v in (line.partition(":") for line in lines[: len(landscape.KEYS)])}
     assert block["right"] == block["variants"] == block["grid"] == "4" and block["timed"] == "0"
-    assert block["written_back"] == "no" and "without a GPU" in block["reason"] and block["winner_us"] == "n/a"
-    assert kernel.read_text() == KERNEL and len(Ledger().rows()) == 1
+    assert block["written_back"] == "no" and "without a GPU" in block["reason"] and float(block["judge_seconds"]) < 1
+    nothing = ("winner", "winner_us", "present_us", "gain_pct", "correctness", "experiment", "speedup_vs_pytorch")
+    assert {block[key] for key in nothing} == {"n/a"} and block["files"] == "workspace/sweep.tsv, sweep.png"
+    assert lines[-4:] == ["0  MODE=good MS=4 (present)", *(f"{i}  {v}" for i, v in enumerate(OTHERS, 1))]
+    assert kernel.read_text() == KERNEL and not Ledger().rows() and last.read_text() == "an earlier verdict"
+    assert (last.parent / "sweep.tsv").read_text().count("right") == 4
+    bench("--sweep", "MODE=wrong,raises", "--sizes", "small", kernel=kernel, rc=0)  # the present one is right
+    kernel.write_text(KERNEL.replace('"MODE": "good"', '"MODE": "wrong"'))
+    bench("--sweep", "MODE=wrong,raises", "--sizes", "small", kernel=kernel, rc=1)
 
 
 @pytest.mark.parametrize("arguments,words", [
@@ -494,7 +508,7 @@ def test_cuda_variants_are_compiled_where_there_is_no_gpu(tmp_path):
     assert states == {4: "compiled", 2: "compiled", -1: "compile_error"}
     registers = {this.configs[n]["VECS"]: f.resources.get("registers") for n, f in this.findings.items()}
     assert registers[4] > registers[2] > 16  # VECS is a definition of the preprocessor: fewer vectors, fewer registers
-    assert record.values["correctness"] == "FAIL" and "compiled, not run" in record.values["reason"]
+    assert record.values["correctness"] is None and not Ledger().rows()
 
 
 # ---- places ---------------------------------------------------------------------------------------------------------
@@ -613,4 +627,4 @@ def test_ray_is_not_imported_without_cluster():
 def test_json_record(kernel):
     done = bench("--sweep", "MS=0,4", "--sizes", "small", "--quick", "--json", kernel=kernel, rc=0)
     values = json.loads(done.stdout)
-    assert values["variants"] == 2 and values["sweep"]["experiment"] == 1 and values["correctness"] == "PASS"
+    assert values["variants"] == values["sweep"]["right"] == 2 and values["correctness"] is None

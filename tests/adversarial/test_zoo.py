@@ -83,6 +83,18 @@ def test_review_names_line_and_reason():
     ]  # fmt: skip
 
 
+def test_review_knows_an_alignment_check():
+    flagged = [".data_ptr: an address may become a cache key"]
+    for expression, reasons in {
+        "x.data_ptr() % 16": [], "x.data_ptr() % 16 == 0 and y.data_ptr() % 8": [],
+        "(x.data_ptr() - y.data_ptr()) % 16": [], "time.perf_counter() % 16": [".perf_counter: a clock of its own"],
+        "x.data_ptr()": flagged, "seen[x.data_ptr()] % 16": flagged, "x.data_ptr() % size": flagged,
+        "x.data_ptr() % 281474976710656": flagged, "16 % x.data_ptr()": flagged, "x.data_ptr() // 16": flagged,
+        "hash(x.data_ptr()) % 16": flagged, "x.data_ptr() % 16 or x.data_ptr()": flagged,
+    }.items():  # fmt: skip
+        assert [reason for _, reason in review.scan(f"y = {expression}\n".encode())] == reasons, expression
+
+
 def test_review_says_little_about_the_starters():
     for path in [*sorted((ROOT / "kernels").glob("*.py")), *sorted((ROOT / "kernels" / "cuda").glob("*.py"))]:
         assert len(review.scan(path.read_bytes())) <= 2, (path.name, review.scan(path.read_bytes()))
