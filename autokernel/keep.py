@@ -48,7 +48,8 @@ def record(message: str, simpler: bool = False) -> tuple[Row, Night, list[str], 
     """
     with opened() as (ledger, repo, night):
         run, source = RunRecord.read(), kernel_bytes()
-        done, remarks = next((r for r in night.rows if r.run_id == run.values["run_id"]), None), []
+        done = next((r for r in night.rows if r.run_id == run.values["run_id"]), None)
+        remarks: list[str] = []
         new = done is None
         if done is None:
             work = _measured(run, source, night)

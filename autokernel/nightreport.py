@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from autokernel.digest import number, table  # noqa: E402
 from autokernel.night import KEPT, Night, Work, gains, kept  # noqa: E402
@@ -127,7 +128,7 @@ def _progress(night: Night) -> bytes:
     failed = [order[r.experiment] for r in night.experiments if r.correctness != "PASS"]
     axes.plot(failed, [0.01] * len(failed), "|", color="0.5", transform=axes.get_xaxis_transform(), label="failed")
     axes.axhline(1, color="0.7", lw=0.8)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="experiment", ylabel="speedup over PyTorch", title=f"autokernel/{night.tag}")
     axes.legend(fontsize=8)
     return _png(figure)
