@@ -33,7 +33,7 @@ AFTER_SLACK_S = 40e-6  # a process with more streams is synchronised later: 23 u
 CPU_CLOCK_SLACK_S, CPU_AFTER_SLACK_S = 3e-3, 200e-6
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
 ON_FREEING = "of work ran as the last results were freed, between the calls"
-SETTLING_S, WATCHED_S = 0.02, 0.03  # PyTorch's threads spin some milliseconds after their work; then none may run
+SETTLING_S, WATCHED_S = 0.01, 0.02  # PyTorch's threads spin up to some 5 ms after their work; then none may run
 OUTSIDE = "that the child's does not: work outside the timed window"
 BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process over without it
 
@@ -210,8 +210,8 @@ def more_pairs(
 def _take_turns(bench: Bench, timing: Timing, workers, limits: Limits, plan: list, oracle=(), looks=()) -> None:
     """The timed calls of a size, all workers in turns, and the candidate's untimed ones (cases) between them.
 
-    oracle: calls that are checked against float64; looks: turns after which processes, threads and replaced
-    functions are looked up.
+    oracle: calls that are checked against float64; looks: turns in which processes, threads and replaced
+    functions are looked up as the candidate has answered.
     """
     case = timing.case
     answered = bench.draw(case, bench.layout(case))
@@ -227,14 +227,12 @@ def _take_turns(bench: Bench, timing: Timing, workers, limits: Limits, plan: lis
                 timing.samples[name].add(reply)
             if name == "candidate":
                 by_oracle = not timed or step in oracle
+                fault = fault or (_looked_at(workers[name]) if turn in looks else "")
                 timing.invalid = fault or _wrong(bench, asked, workers[name], private, timing, by_oracle)
                 if timing.invalid:
                     return
             workers[name].taken.clear()
         answered = private if timed else answered
-        if turn in looks and (fault := _looked_at(workers["candidate"])):
-            timing.invalid = fault
-            return
 
 
 def _between(bench: Bench, case: Case, varied: Sequence[Case], slow: bool) -> list[Case]:
