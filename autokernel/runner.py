@@ -14,7 +14,7 @@ finaliser, in a hook or a thread that it left, and whenever an object that it ma
 
 - what the kernel made is named by its place in a list; its exceptions, its result and its module are looked at in steps
   by exposed.py and facts.py, and what they say arrives here as plain data, by way of `marshal`;
-- the last reference to such an object is dropped in C, in a run of its own before the next call is prepared (`drop`);
+- the last reference to such an object is dropped in C, after a later call and before the next is prepared (`freed`);
 - hooks, handlers and callbacks are taken away, the garbage collector is stopped and threads are looked for in C, before
   any code here goes on; as this process waits for the judge, too, in C;
 - nothing here leads to this from elsewhere: there are no classes to be found by name, the garbage collector shows no
@@ -295,23 +295,26 @@ def ending(self, *clock) -> list:
     return [*self.end, *(clock or (tuple, tuple)), *self.at_once()]
 
 
-def run(self, *jobs):
-    """`outside` for steps that run the kernel's code but are no call of it: it may seed there."""
+def run(self, *jobs, after=()):
+    """`outside` for steps that run the kernel's code but are no timed call of it."""
     yield from drop(self)
     steps = *self.begin, *jobs
-    found = yield from outside(self, *steps, *ending(self), *self.reseed, ended=len(steps))
+    found = yield from outside(self, *steps, *ending(self), *after, ended=len(steps))
     return found
 
 
-def drop(self, *resets):
-    """Let go of what the kernel made earlier, and of garbage; seconds that took.
+def drop(self):
+    """Let go of what the kernel made earlier."""
+    steps = freed(self, len(self.kept))
+    yield from outside(self, *steps, *ending(self), ended=len(steps))
 
-    In a run of its own: the finalisers are code of the kernel's, and what they leave is seen before inputs come.
+
+def freed(self, count: int) -> list:
+    """Steps that let go of the oldest results that are kept, and of garbage, between times 3 and 4.
+
+    Finalisers are code of the kernel's. So no inputs are on their way, and the steps after a run follow.
     """
-    began, done = map(self.clock, (2, 3))
-    steps = [*self.begin, *resets, *[self.synchronize] * bool(resets), began, self.kept.clear, list]
-    yield from outside(self, *steps, *ending(self, self.synchronize, done), ended=len(steps))
-    return self.between(2, 3)
+    return [*self.begin, self.clock(3), partial(operator.delitem, self.kept, slice(count)), list]
 
 
 def step(self, function, *args, **kwargs):
@@ -381,7 +384,7 @@ def prepare_model(self, request: dict):
 
 
 def import_kernel(self, path: str):
-    found = yield from run(self, step(self, self.exposed.imported, path))
+    found = yield from run(self, step(self, self.exposed.imported, path), after=self.reseed)
     module = found[len(self.begin)]
     if left := (yield from plain(self, self.invoke, (self.patched,))):
         raise LeftBehind(", ".join(f"another {name}" for name in left)[:300])
@@ -391,7 +394,7 @@ def import_kernel(self, path: str):
     if not callable(function):
         raise AttributeError(f"kernel.py defines no {name}")
     if self.several:
-        found = yield from run(self, step(self, self.build, function))
+        found = yield from run(self, step(self, self.build, function), after=self.reseed)
         function = found[len(self.begin)]
     self.function, _ = self.loaded[path] = function, module
 
@@ -473,14 +476,15 @@ def call(self, request: dict):
     inputs, outputs, bring = yield from arguments(self, request)
     job = step(self, self.function, **inputs, **request["scalars"])
     seeds, resets = before(self, request)
-    dropped = yield from drop(self, *resets)
-    timed = timed_gpu if self.on_gpu else timed_cpu
+    if resets:  # in a run of its own: nothing that it left is there when the inputs come
+        yield from run(self, *resets, self.synchronize)
+    timed, earlier = timed_gpu if self.on_gpu else timed_cpu, len(self.kept)
     found, at, reply = yield from timed(self, seeds, bring, outputs, job, request)
-    return reply | {"drop_s": dropped} | (yield from facts_of(self, found, at, inputs, outputs, request))
+    return reply | (yield from facts_of(self, found, at, inputs, outputs, request, earlier))
 
 
-def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: dict):
-    """What is to be said of the results besides their values."""
+def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: dict, earlier: int):
+    """What is to be said of the results besides their values. earlier: how much was kept before the call."""
     wants = [[spec["dtype"], spec["shape"], self.device.type] for spec in request["outputs"]]
     said, holders = yield from weigh(self, found, at, inputs, wants)
     if said["fits"] and not self.aliasing and held(self, holders):
@@ -488,8 +492,8 @@ def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: d
         (holders,) = yield from plain_all(self, holding(self, found, at))
         if held(self, holders):
             said["left"].append("a reference to its output, a buffer that the next calls overwrite")
-    late = yield from changed_since(self, found, at, outputs, said, request["poison"])
-    return {"outs": said["outs"], "left": said["left"], "late": late}
+    late = yield from changed_since(self, found, at, outputs, said, request["poison"], earlier)
+    return {"outs": said["outs"], "left": said["left"], "late": late, "drop_s": self.between(3, 4)}
 
 
 def weigh(self, found: list, at: int, inputs: dict, wants: list):
@@ -556,15 +560,17 @@ def hand_over(self, outputs: list, at: int):
     return partial(list, map(self.invoke, chain(*copies)))
 
 
-def changed_since(self, found: list, at: int, outputs: list, said: dict, poison: int):
+def changed_since(self, found: list, at: int, outputs: list, said: dict, poison: int, earlier: int):
     """Whether a result changed after it was handed over.
 
-    Fills the outputs before with noise: so what torch.empty hands to the kernel next never holds an earlier answer.
+    Fills the outputs before with noise, and frees those that are kept no longer: so what torch.empty hands to the
+    kernel next never holds an earlier answer.
     """
     steps = [partial(list, map(self.equal, each(self, found, at), outputs))] * said["fits"]
     if said["old"] and not self.aliasing:
         steps.append(partial(list, map(self.fill_, self.old, repeat(poison))))
-    results = yield from outside(self, *steps)
+    steps += freed(self, earlier)
+    results = yield from outside(self, *steps, *ending(self, self.synchronize, self.clock(4)), ended=len(steps))
     same = [True] * len(outputs)
     if not said["fits"] or results[0] == same:
         return False
