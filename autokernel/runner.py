@@ -314,7 +314,8 @@ def freed(self, count: int) -> list:
 
     Finalisers are code of the kernel's. So no inputs are on their way, and the steps after a run follow.
     """
-    return [*self.begin, self.clock(3), partial(operator.delitem, self.kept, slice(count)), list]
+    release = partial(operator.delitem, self.kept, slice(count))
+    return [*self.begin, self.synchronize, self.clock(3), release, list]
 
 
 def step(self, function, *args, **kwargs):
