@@ -44,7 +44,6 @@ def settings_of(torch) -> dict:
         "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled,
         "torch.manual_seed": torch.default_generator.initial_seed,
         "gc.set_threshold": gc.get_threshold,
-        "sys.setrecursionlimit": sys.getrecursionlimit,
     }
     flags = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "mkldnn", "cudnn", "nnpack")
     for name, getter in ((f"torch.backends {flag}", getattr(c, f"_get_{flag}_enabled", None)) for flag in flags):
