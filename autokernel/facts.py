@@ -9,13 +9,14 @@ import builtins
 __builtins__ = dict(vars(builtins))  # as in runner.py
 
 # ruff: noqa: E402
+from functools import partial
 from sys import getrefcount
 
 FOREIGN_KEPT, FOREIGN_BYTES = 256, 1 << 28  # results in memory that is not PyTorch's: how many are kept, and how much
 
 
 def observer(torch, device, arena: tuple[int, int], kept: list, changed):
-    """(meet, look, holders, old): functions about inputs and results, and a list of the last results' storages.
+    """(meet, look, holders, old): functions about inputs and results, and a list of the last results' bytes.
 
     arena: its first and last address. kept: takes what the kernel made, to be freed later. changed: names members of
     PyTorch's classes that are not what they were.
@@ -25,6 +26,7 @@ def observer(torch, device, arena: tuple[int, int], kept: list, changed):
     notes_of, name_of = vars(exact)["__dict__"].__get__, type.__dict__["__name__"].__get__
     storage_of, keys_of, text_of = base.untyped_storage, torch._C._dispatch_keys, torch._C.DispatchKeySet.__repr__
     pointer, count, resizable = (getattr(torch._C.StorageBase, n) for n in ("data_ptr", "nbytes", "resizable"))
+    cover, blank = base.set_, partial(torch.empty, 0, dtype=torch.uint8, device=device)
     handle, use_count = vars(torch._C.StorageBase)["_cdata"].__get__, torch._C._storage_Use_Count
     with torch.inference_mode():
         made_there = torch.empty(1, device=device)
@@ -70,6 +72,16 @@ def observer(torch, device, arena: tuple[int, int], kept: list, changed):
         storage = storage_of(out)
         return pointer(storage), pointer(storage) + count(storage), storage, resizable(storage)
 
+    def bytes_of(out):
+        """The memory that a result covers, of a storage that may be far larger."""
+        shape, strides, size = get["shape"](out), base.stride(out), get["dtype"](out).itemsize
+        span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        storage = storage_of(out)
+        return cover(blank(), storage, base.data_ptr(out) - pointer(storage), (span * size,), (1,))
+
+    def coverable(out) -> bool:
+        return strided(out) and get["device"](out).type == device.type and base.numel(out) > 0
+
     def described(out, low: int, high: int) -> dict:
         """Facts about one result, for the judge to weigh."""
         if type(out) is not exact:
@@ -102,7 +114,7 @@ def observer(torch, device, arena: tuple[int, int], kept: list, changed):
         wants, (dtype, shape, device) each; "old": are there results of an earlier call in `old`."""
         moved = [name for name, value in inputs.items() if known(value) != met[id(value)] or attributes(value)]
         left = [f"another {name}" for name in changed()] + [f"another tensor in place of {name}" for name in moved]
-        old[:] = [storage for _, last in history[-1:] for low, high, storage, _ in last if high > low]
+        old[:] = [bytes_of(out) for last, _ in history[-1:] for out in last if coverable(out)]
         row = [memory(out) for out in outs]
         said = [described(out, low, high) for out, (low, high, *_) in zip(outs, row, strict=True)]
         remember(outs, row)

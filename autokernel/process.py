@@ -56,6 +56,7 @@ class Child:
         self.memory = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)  # no path: nobody else opens it
         environment = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
         environment |= {"HOME": str(self.folder), "TMPDIR": str(self.folder)}
+        environment["KMP_BLOCKTIME"] = "0"  # Intel's OpenMP would spin for 200 ms after its work, as if at work
         known = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
         _adopt_orphans()
         self.sock, theirs = socket.socketpair()

@@ -14,7 +14,7 @@ finaliser, in a hook or a thread that it left, and whenever an object that it ma
 
 - what the kernel made is named by its place in a list; its exceptions, its result and its module are looked at in steps
   by exposed.py and facts.py, and what they say arrives here as plain data, by way of `marshal`;
-- the last reference to such an object is dropped in C, when the next call begins (`kept`);
+- the last reference to such an object is dropped in C, after a later call and before the next is prepared (`freed`);
 - hooks, handlers and callbacks are taken away, the garbage collector is stopped and threads are looked for in C, before
   any code here goes on; as this process waits for the judge, too, in C;
 - nothing here leads to this from elsewhere: there are no classes to be found by name, the garbage collector shows no
@@ -35,12 +35,14 @@ import gc
 import importlib.util
 import json
 import marshal
+import mmap
 import operator
 import os
 import socket
 import struct
 import sys
 import time
+from collections import deque
 from functools import partial
 from itertools import chain, compress, islice, pairwise, repeat
 from operator import gt
@@ -120,7 +122,7 @@ def channel(self, sock: socket.socket) -> tuple:
     )
     length, invoke = struct.Struct("<I"), operator.methodcaller("__call__")
 
-    def run(step):
+    def waited(step):
         """A step during which other threads may run, and its result."""
         yield map(invoke, (step, *self.alone()))
         result = self.box[0]
@@ -128,7 +130,7 @@ def channel(self, sock: socket.socket) -> tuple:
         return result
 
     def exactly(count: int):
-        data = yield from run(partial(read, count, socket.MSG_WAITALL))
+        data = yield from waited(partial(read, count, socket.MSG_WAITALL))
         return data if len(data) == count else None
 
     def receive():
@@ -140,7 +142,7 @@ def channel(self, sock: socket.socket) -> tuple:
 
     def send(message: dict):
         data = "".join(encode(message, 0)).encode()
-        yield from run(partial(write, length.pack(len(data)) + data))
+        yield from waited(partial(write, length.pack(len(data)) + data))
 
     return receive, send
 
@@ -165,14 +167,17 @@ def set_up(self, request: dict):
     # of a model (modelcall.py): its results come in a tuple; may they lie in inputs or be kept; does it write to its
     # inputs; does a call change what the next one reads
     self.several = self.aliasing = self.mutating = self.stateful = False
-    self.seeders, self.reset = [torch.default_generator.manual_seed], operator.methodcaller("reset")
+    self.generators, self.reset = [torch.default_generator], operator.methodcaller("reset")
     if not self.on_gpu and importlib.util.find_spec("triton"):
         exposed.prepare_interpreter()
-    self.clock, self.invoke = time.perf_counter, operator.methodcaller("__call__")
-    self.dumps, self.loads, self.collect, self.pause = marshal.dumps, marshal.loads, gc.collect, gc.disable
-    # what runs the kernel's code begins with these; see `watch` for how it ends
-    self.begin = self.kept.clear, gc.enable, partial(sys.setswitchinterval, sys.getswitchinterval())
-    self.copy_, self.fill_, self.tensor_type = c.TensorBase.copy_, c.StorageBase.fill_, torch.Tensor
+    self.clock, self.between = clocks()
+    self.invoke = operator.methodcaller("__call__")
+    self.dumps, self.loads, self.collect, self.resume = marshal.dumps, marshal.loads, gc.collect, gc.enable
+    # what runs the kernel's code begins with these and ends with `ending`; see `watch` for what follows
+    self.switch = partial(sys.setswitchinterval, sys.getswitchinterval())
+    self.begin = self.switch, gc.enable
+    self.end = gc.isenabled, gc.disable, partial(exposed.idle, gc.disable)
+    self.copy_, self.fill_, self.tensor_type = c.TensorBase.copy_, c.TensorBase.fill_, torch.Tensor
     self.equal, self.mul, self.xor, self.finite = torch.equal, torch.mul, torch.bitwise_xor, torch.nan_to_num
     self.known = {name: vars(c.TensorBase)[name].__get__ for name in ("shape", "device", "layout")}
     self.dtypes = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -181,7 +186,9 @@ def set_up(self, request: dict):
     if self.on_gpu:
         set_up_gpu(self, request["flush_bytes"])
         settings |= {"another current stream": self.current_stream, **watch.settings_of_gpu()}
-    self.alone, self.after, self.left_behind = watch.watch(torch, settings)
+        settings["torch.cuda.manual_seed"] = self.generators[1].initial_seed
+    self.reseed = [partial(g.manual_seed, g.initial_seed()) for g in self.generators]
+    self.alone, self.after, self.at_once, self.left_behind = watch.watch(torch, settings)
     low = self.arena.data_ptr()
     patched = watch.changed_in({"torch.Tensor": torch.Tensor, "torch.UntypedStorage": torch.UntypedStorage})
     self.patched = patched
@@ -196,7 +203,7 @@ def unheld(self):
     """What `weigh` says at most of the holders of a result that nobody but the caller holds."""
     empty, device, several, seen = self.torch.empty, self.device, self.several, []
     for make in (lambda: empty(2, device=device), lambda: empty(2, device=device)[:1]):
-        found = yield from outside(self, *self.begin, step(self, lambda make=make: (make(),) if several else make()))
+        found = yield from run(self, step(self, lambda make=make: (make(),) if several else make()))
         seen.append((yield from weigh(self, found, len(self.begin), {}, []))[1])
     return [max(counts) for counts in zip(*(row for rows in seen for row in rows), strict=True)]
 
@@ -216,9 +223,26 @@ def set_up_gpu(self, flush_bytes: int) -> None:
     self.set_aside = ctypes.c_size_t(0)
     self.read_set_aside = partial(driver.cuCtxGetLimit, ctypes.byref(self.set_aside), persisting)
     driver.cuCtxSetLimit(persisting, ctypes.c_size_t(0))
-    self.seeders.append(torch.cuda.default_generators[index].manual_seed)
+    self.generators.append(torch.cuda.default_generators[index])
     self.reset_peak = partial(c._cuda_resetPeakMemoryStats, index)
     self.memory_stats = partial(c._cuda_memoryStats, index)
+
+
+def clocks() -> tuple:
+    """A function that makes the step which takes time n, and one that says the seconds between two of them.
+
+    They are written into memory of the system's: a float of Python's lies beside those that the kernel makes.
+    """
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    begin, take = ctypes.addressof(ctypes.c_char.from_buffer(page)), ctypes.PyDLL(None).clock_gettime
+    places = [ctypes.c_void_p(begin + at) for at in range(0, mmap.PAGESIZE, 16)]
+    steps, read = [partial(take, time.CLOCK_MONOTONIC, place) for place in places], struct.Struct("qq").unpack_from
+
+    def between(first: int, last: int) -> float:
+        (seconds, rest), (later, more) = read(page, 16 * first), read(page, 16 * last)
+        return later - seconds + (more - rest) / 1e9
+
+    return steps.__getitem__, between
 
 
 def open_arena(self, arena: dict):
@@ -243,22 +267,55 @@ def confine(writable: list[str]) -> str:
 # ---- running the kernel's code ---------------------------------------------------------------------------------------
 
 
-def outside(self, *steps):
+def outside(self, *steps, ended: int | None = None):
     """Results of steps (functions in C, or `step`s) run where none of our variables are on the stack.
 
-    Steps that run the kernel's code come after `begin`. What the kernel made may be among the results: hand it on by
-    its place only. Raises LeftBehind, or Told: what the first step that failed has raised.
+    Steps that run the kernel's code come between `begin` and `ending`, which begins at `ended`. What the kernel made
+    may be among the results: hand it on by its place only. Raises LeftBehind, or Told: what the first step that failed
+    has raised.
     """
     yield map(self.invoke, (*steps, *self.after()))
     found = self.box[:]
     self.kept.append(found)
     del self.box[:]
-    if left := self.left_behind(found[len(steps) :]) + self.seen:
+    states = () if ended is None else (found[ended], *found[ended + 5 : ended + 7])
+    if left := self.left_behind(found[len(steps) :], *states) + self.seen:
         raise LeftBehind(", ".join(left)[:300])
     failed = [at for at in range(len(steps)) if type(found[at]) is self.Failure]
     if failed:
         raise Told((yield from plain(self, self.error_of, nth(found, failed[0]))))
     return found
+
+
+def ending(self, *clock) -> list:
+    """Steps directly after the kernel's code. clock: two steps that end the timed window.
+
+    Garbage that is due is collected within it; then nothing runs until the modes that could put work off are known.
+    """
+    return [*self.end, *(clock or (tuple, tuple)), *self.at_once()]
+
+
+def run(self, *jobs, after=()):
+    """`outside` for steps that run the kernel's code but are no timed call of it."""
+    yield from drop(self)
+    steps = *self.begin, *jobs
+    found = yield from outside(self, *steps, *ending(self), *after, ended=len(steps))
+    return found
+
+
+def drop(self):
+    """Let go of what the kernel made earlier."""
+    steps = freed(self, len(self.kept))
+    yield from outside(self, *steps, *ending(self), ended=len(steps))
+
+
+def freed(self, count: int) -> list:
+    """Steps that let go of the oldest results that are kept, and of garbage, between times 3 and 4.
+
+    Finalisers are code of the kernel's. So no inputs are on their way, and the steps after a run follow.
+    """
+    release = partial(operator.delitem, self.kept, slice(count))
+    return [*self.begin, self.synchronize, self.clock(3), release, list]
 
 
 def step(self, function, *args, **kwargs):
@@ -293,7 +350,7 @@ def plain_all(self, *said):
 
 def told(self, function, *args, **kwargs):
     """`plain` for a function of exposed.py that runs the kernel's code; raises Told with what it raised."""
-    found = yield from outside(self, *self.begin, step(self, function, *args, **kwargs))
+    found = yield from run(self, step(self, function, *args, **kwargs))
     return (yield from plain(self, dict, nth(found, len(self.begin))))
 
 
@@ -328,17 +385,17 @@ def prepare_model(self, request: dict):
 
 
 def import_kernel(self, path: str):
-    found = yield from outside(self, *self.begin, step(self, self.exposed.imported, path))
+    found = yield from run(self, step(self, self.exposed.imported, path), after=self.reseed)
     module = found[len(self.begin)]
     if left := (yield from plain(self, self.invoke, (self.patched,))):
         raise LeftBehind(", ".join(f"another {name}" for name in left)[:300])
     name = "ModelNew" if self.several else "kernel_fn"
-    found = yield from outside(self, *self.begin, step(self, getattr, module, name, None))
+    found = yield from run(self, step(self, getattr, module, name, None))
     function = found[len(self.begin)]
     if not callable(function):
         raise AttributeError(f"kernel.py defines no {name}")
     if self.several:
-        found = yield from outside(self, *self.begin, step(self, self.build, function))
+        found = yield from run(self, step(self, self.build, function), after=self.reseed)
         function = found[len(self.begin)]
     self.function, _ = self.loaded[path] = function, module
 
@@ -354,7 +411,9 @@ def baseline(self, request: dict):
     sys.path.append(str(ROOT))  # last: nothing in the repository stands in for a library
     if self.several:
         model = by_path("problem", Path(request["problem"])).Model
-        return self.build(model, compiled="default" if request["compile"] else "")
+        built = self.build(model, compiled="default" if request["compile"] else "")
+        deque(map(self.invoke, self.reseed), 0)
+        return built
     from autokernel import ops
 
     function = ops.get(request["op"]).baseline
@@ -410,7 +469,7 @@ def before(self, request: dict) -> tuple[list, list]:
 
     (Steps of ours, steps that run the kernel's code.)
     """
-    seeds = [partial(seed, request["seed"]) for seed in self.seeders] if request["seed"] is not None else []
+    seeds = [partial(g.manual_seed, request["seed"]) for g in self.generators if request["seed"] is not None]
     return seeds, [step(self, self.reset, self.function)] * self.stateful
 
 
@@ -419,14 +478,14 @@ def call(self, request: dict):
     job = step(self, self.function, **inputs, **request["scalars"])
     seeds, resets = before(self, request)
     if resets:  # in a run of its own: nothing that it left is there when the inputs come
-        yield from outside(self, *self.begin, *resets, self.synchronize)
-    run = timed_gpu if self.on_gpu else timed_cpu
-    found, at, reply = yield from run(self, seeds, bring, outputs, job, request)
-    return reply | (yield from facts_of(self, found, at, inputs, outputs, request))
+        yield from run(self, *resets, self.synchronize)
+    timed, earlier = timed_gpu if self.on_gpu else timed_cpu, len(self.kept)
+    found, at, reply = yield from timed(self, seeds, bring, outputs, job, request)
+    return reply | (yield from facts_of(self, found, at, inputs, outputs, request, earlier))
 
 
-def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: dict):
-    """What is to be said of the results besides their values."""
+def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: dict, earlier: int):
+    """What is to be said of the results besides their values. earlier: how much was kept before the call."""
     wants = [[spec["dtype"], spec["shape"], self.device.type] for spec in request["outputs"]]
     said, holders = yield from weigh(self, found, at, inputs, wants)
     if said["fits"] and not self.aliasing and held(self, holders):
@@ -434,8 +493,8 @@ def facts_of(self, found: list, at: int, inputs: dict, outputs: list, request: d
         (holders,) = yield from plain_all(self, holding(self, found, at))
         if held(self, holders):
             said["left"].append("a reference to its output, a buffer that the next calls overwrite")
-    late = yield from changed_since(self, found, at, outputs, said, request["poison"])
-    return {"outs": said["outs"], "left": said["left"], "late": late}
+    late = yield from changed_since(self, found, at, outputs, said, request["poison"], earlier)
+    return {"outs": said["outs"], "left": said["left"], "late": late, "drop_s": self.between(3, 4)}
 
 
 def weigh(self, found: list, at: int, inputs: dict, wants: list):
@@ -456,28 +515,33 @@ def held(self, holders: list) -> bool:
 def timed_gpu(self, seeds, bring, outputs, job, request):
     first, flushing, start, end, done = (partial(self.record, event, self.stream) for event in self.events)
     wait, flush = partial(self.sleep, request["wait_cycles"]), partial(self.sum, self.flush, 0, out=self.flushed)
-    steps = [*self.begin, *seeds, self.reset_peak, first, wait, bring, flushing, flush, start]
-    steps += [self.clock, job, self.pause, self.clock, end]
-    at = len(steps) - 4
-    steps += [hand_over(self, outputs, at), self.synchronize, done, self.synchronize]
+    steps = [self.switch, *seeds, self.reset_peak, first, wait, bring, flushing, flush, start]
+    steps += [self.clock(0), self.resume, job, *ending(self, self.clock(1), end)]
+    at = steps.index(job)
+    steps += [hand_over(self, outputs, at), self.synchronize, done, self.synchronize, *unseed(self, seeds)]
     spans = [partial(self.elapsed, *pair) for pair in pairwise(self.events)]
-    found = yield from outside(self, *steps, self.read_set_aside, self.memory_stats, *spans)
+    found = yield from outside(self, *steps, self.read_set_aside, self.memory_stats, *spans, ended=at + 1)
     if self.set_aside.value:
         raise LeftBehind("a part of L2 set aside, which no flush reaches")
     stats, *times = found[len(steps) + 1 : len(steps) + 2 + len(spans)]
     times = {name: t / 1e3 for name, t in zip(("before_s", "flush_s", "device_s", "after_s"), times, strict=True)}
     peak = stats["allocated_bytes"]["all"]["peak"] - self.flush_bytes
-    return found, at, times | {"host_s": found[at + 2] - found[at - 1], "peak_bytes": peak}
+    return found, at, times | {"host_s": self.between(0, 1), "peak_bytes": peak}
 
 
 def timed_cpu(self, seeds, bring, outputs, job, request):
-    steps = [*self.begin, *seeds, bring, self.clock, job, self.pause, self.clock]
-    at = len(steps) - 3
-    found = yield from outside(self, *steps, hand_over(self, outputs, at), self.clock)
-    began, _, _, ended, _, done = found[at - 1 : at + 5]
-    took = ended - began
-    times = {"before_s": 0.0, "flush_s": 0.0, "device_s": took, "after_s": done - ended, "host_s": took}
+    steps = [self.switch, *seeds, bring, self.clock(0), self.resume, job, *ending(self, self.clock(1), tuple)]
+    at = steps.index(job)
+    steps += [hand_over(self, outputs, at), self.clock(2), *unseed(self, seeds)]
+    found = yield from outside(self, *steps, ended=at + 1)
+    took = self.between(0, 1)
+    times = {"before_s": 0.0, "flush_s": 0.0, "device_s": took, "after_s": self.between(1, 2), "host_s": took}
     return found, at, times | {"peak_bytes": 0}
+
+
+def unseed(self, seeds: list) -> list:
+    """Steps that take the judge's own seeds back: then another one is the kernel's."""
+    return self.reseed if seeds else []
 
 
 def hand_over(self, outputs: list, at: int):
@@ -497,15 +561,17 @@ def hand_over(self, outputs: list, at: int):
     return partial(list, map(self.invoke, chain(*copies)))
 
 
-def changed_since(self, found: list, at: int, outputs: list, said: dict, poison: int):
+def changed_since(self, found: list, at: int, outputs: list, said: dict, poison: int, earlier: int):
     """Whether a result changed after it was handed over.
 
-    Fills the outputs before with noise: so what torch.empty hands to the kernel next never holds an earlier answer.
+    Fills the outputs before with noise, and frees those that are kept no longer: so what torch.empty hands to the
+    kernel next never holds an earlier answer.
     """
     steps = [partial(list, map(self.equal, each(self, found, at), outputs))] * said["fits"]
     if said["old"] and not self.aliasing:
         steps.append(partial(list, map(self.fill_, self.old, repeat(poison))))
-    results = yield from outside(self, *steps)
+    steps += freed(self, earlier)
+    results = yield from outside(self, *steps, *ending(self, self.synchronize, self.clock(4)), ended=len(steps))
     same = [True] * len(outputs)
     if not said["fits"] or results[0] == same:
         return False
@@ -525,13 +591,16 @@ def launch(self, request: dict):
     """
     inputs, outputs, bring = yield from arguments(self, request)
     job, (seeds, resets) = step(self, self.function, **inputs, **request["scalars"]), before(self, request)
-    once = [*seeds, *resets, *[bring] * self.mutating, self.clock, job, self.clock]
-    steps, size = [*self.begin, bring, *once * request["launches"]], len(once)
-    ahead = len(steps) - size * request["launches"]
-    at = ahead + request["judged"] * size + size - 2
-    found = yield from outside(self, *steps, hand_over(self, outputs, at), *[self.synchronize] * self.on_gpu)
-    ends, starts = (found[ahead + size - i : len(steps) : size] for i in (1, 3))
-    taken = list(map(operator.sub, ends, starts))[4:]
+    yield from drop(self)
+    ready = [*seeds, *resets, *[bring] * self.mutating]
+    steps, places = [bring, *self.begin], []
+    for number in range(request["launches"]):
+        steps += [*ready, self.clock(2 * number), job, self.clock(2 * number + 1)]
+        places.append(len(steps) - 2)
+    at, ended = places[request["judged"]], len(steps)
+    steps += [*ending(self), hand_over(self, outputs, at), self.synchronize, *unseed(self, seeds)]
+    yield from outside(self, *steps, ended=ended)
+    taken = [self.between(2 * number, 2 * number + 1) for number in range(4, request["launches"])]
     return {"host_s": sum(taken) / len(taken)}
 
 
@@ -559,7 +628,7 @@ def count(self, request: dict):
     job = step(self, self.function, **inputs, **request["scalars"])
     runtime = self.torch.cuda.cudart()
     between = self.synchronize, runtime.cudaProfilerStart
-    yield from outside(self, *self.begin, bring, job, *between, job, self.synchronize, runtime.cudaProfilerStop)
+    yield from run(self, bring, job, *between, job, self.synchronize, runtime.cudaProfilerStop)
     return {}
 
 

@@ -17,7 +17,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same numbers on e
 WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
 ON_FILES = WRITE_FILE | TRUNCATE
 BIND_AND_CONNECT_TCP, SCOPE_SOCKETS_AND_SIGNALS = 3, 3
-KEPT = 0b110  # DAC_OVERRIDE, DAC_READ_SEARCH: root reads a checkout that belongs to a user
+KEPT = 0b100  # DAC_READ_SEARCH: root reads a checkout that belongs to a user
 LARGEST_FILE = 4 << 30  # bytes: a kernel that prints without end fills no disk
 
 

@@ -34,6 +34,8 @@ CLOCK_SLACK_S = 400e-6  # judge's clock beside the child's, against PyTorch's ch
 AFTER_SLACK_S = 40e-6  # a process with more streams is synchronised later: 23 us were seen with a CUDA graph on an H200
 CPU_CLOCK_SLACK_S, CPU_AFTER_SLACK_S = 3e-3, 200e-6
 CPU_FLOOR_S, CPU_FLOOR_BANDWIDTH = 0.5e-6, 1e12  # calling an empty Python function; no CPU moves a terabyte a second
+ON_FREEING = "of work ran as the last results were freed, between the calls"
+SETTLING_S, WATCHED_S = 0.01, 0.02  # PyTorch's threads spin up to some 5 ms after their work; then none may run
 OUTSIDE = "that the child's does not: work outside the timed window"
 BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process over without it
 
@@ -42,6 +44,7 @@ BASELINE_FACTOR, CPU_BASELINE_FACTOR = 1.2, 4.0  # beside the kernel's process o
 class Sample:
     """One child's timed calls of one size: device seconds, host seconds to launch, the judge's own wall seconds."""
 
+    drop: list[float] = field(default_factory=list)
     before: list[float] = field(default_factory=list)
     flush: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
@@ -54,7 +57,7 @@ class Sample:
     @property
     def outside(self) -> list[float]:
         """What the judge's clock saw beside the intervals that the child tells of, call by call."""
-        inside = zip(self.before, self.flush, self.device, self.after, strict=True)
+        inside = zip(self.drop, self.before, self.flush, self.device, self.after, strict=True)
         return [wall - sum(told) for wall, told in zip(self.wall, inside, strict=True)]
 
     def quiet(self, interval: list[float]) -> float:
@@ -67,6 +70,7 @@ class Sample:
         return found[len(found) // 4]
 
     def add(self, reply: dict) -> None:
+        self.drop.append(reply["drop_s"])
         self.before.append(reply["before_s"])
         self.flush.append(reply["flush_s"])
         self.device.append(reply["device_s"])
@@ -217,8 +221,8 @@ def more_pairs(
 def _take_turns(bench: Bench, timing: Timing, workers, limits: Limits, plan: list, oracle=(), looks=()) -> None:
     """The timed calls of a size, all workers in turns, and the candidate's untimed ones (cases) between them.
 
-    oracle: calls that are checked against float64; looks: turns after which processes and replaced
-    functions are looked up.
+    oracle: calls that are checked against float64; looks: turns in which processes, threads and replaced
+    functions are looked up as the candidate has answered.
     """
     case = timing.case
     answered = bench.draw(case, bench.layout(case))
@@ -234,14 +238,12 @@ def _take_turns(bench: Bench, timing: Timing, workers, limits: Limits, plan: lis
                 timing.samples[name].add(reply)
             if name == "candidate":
                 by_oracle = not timed or step in oracle
+                fault = fault or (_looked_at(workers[name]) if turn in looks else "")
                 timing.invalid = fault or _wrong(bench, asked, workers[name], private, timing, by_oracle)
                 if timing.invalid:
                     return
             workers[name].taken.clear()
         answered = private if timed else answered
-        if turn in looks and (fault := _companions(workers["candidate"]) or _replaced(workers["candidate"])):
-            timing.invalid = fault
-            return
 
 
 def _between(bench: Bench, case: Case, varied: Sequence[Case], slow: bool) -> list[Case]:
@@ -322,6 +324,9 @@ def _hidden_on_gpu(timing: Timing) -> str:
     late = ours.quiet(ours.after) - theirs.quiet(theirs.after)
     if late > AFTER_SLACK_S + 0.1 * timing.seconds():
         return f"{late * 1e6:.0f} us of work ran after the call's end event: join your streams"
+    freed = ours.quiet(ours.drop) - theirs.quiet(theirs.drop)
+    if freed > AFTER_SLACK_S + 0.1 * timing.seconds():
+        return f"{freed * 1e6:.0f} us {ON_FREEING}"
     # before the start event: the wait, in which the inputs are not known yet, and the flush, which fills the memory
     # bus, so that work on another stream shows in its time
     intervals = {"wait": (ours.before, theirs.before, 10e-6), "flush": (ours.flush, theirs.flush, 3e-6)}
@@ -340,6 +345,9 @@ def _hidden_on_cpu(timing: Timing) -> str:
     late = min(ours.after) - max(theirs.after)
     if late > CPU_AFTER_SLACK_S + 0.1 * timing.seconds():
         return f"{late * 1e6:.0f} us of work ran after the call had returned"
+    freed = min(ours.drop) - max(theirs.drop)
+    if freed > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
+        return f"{freed * 1e6:.0f} us {ON_FREEING}"
     # the queue may have been inside of the child's window or not: whichever speaks for the kernel
     extra = min(o - q for o, q in zip(ours.outside, ours.queued, strict=True)) - max(theirs.outside)
     if extra > CPU_CLOCK_SLACK_S + 0.1 * timing.seconds():
@@ -350,6 +358,14 @@ def _hidden_on_cpu(timing: Timing) -> str:
 def _replaced(worker: Worker) -> str:
     names = ", ".join(worker.replaced())[:300]
     return f"kernel.py replaced {names} for the whole process" if names else ""
+
+
+def _looked_at(worker: Worker) -> str:
+    """What the kernel's process does or is between two calls that it should not; "" if nothing."""
+    busy, _ = worker.idle_activity(WATCHED_S, SETTLING_S)
+    if busy > 0.5:
+        return f"kernel.py keeps working between calls: {100 * busy:.0f} % of a core"
+    return _companions(worker) or _replaced(worker)
 
 
 def _companions(worker: Worker) -> str:

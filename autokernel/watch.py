@@ -18,10 +18,10 @@ import operator
 import os
 import sys
 import time
+from collections import OrderedDict
 from functools import partial
 from itertools import repeat
 from sys import _getframe as getframe
-from types import SimpleNamespace
 
 inspect_file = inspect.__file__
 
@@ -40,7 +40,17 @@ def settings_of(torch) -> dict:
         "torch.set_flush_denormal": partial(operator.mul, 5e-324, 1.0),
         "torch.use_deterministic_algorithms": c._get_deterministic_algorithms,
         "torch.backends.cudnn.benchmark": c._get_cudnn_benchmark,
+        "torch.set_num_interop_threads": torch.get_num_interop_threads,
+        "torch.autograd.set_detect_anomaly": torch.is_anomaly_enabled,
+        "torch.manual_seed": torch.default_generator.initial_seed,
+        "gc.set_threshold": gc.get_threshold,
     }
+    flags = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp", "mkldnn", "cudnn", "nnpack")
+    for name, getter in ((f"torch.backends {flag}", getattr(c, f"_get_{flag}_enabled", None)) for flag in flags):
+        if getter:
+            found[name] = getter
+    hooks = tuple(v for v in vars(torch.nn.modules.module).values() if type(v) is OrderedDict)
+    found["a hook on every module"] = partial(operator.countOf, hooks, {})
     for kind in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
         if getter := getattr(c, f"_get_cublas_allow_{kind}", None):
             found[f"torch.backends.cuda.matmul.allow_{kind}"] = getter
@@ -63,8 +73,9 @@ def settings_of_gpu() -> dict:
 def watch(torch, settings: dict):
     """What follows every run of a kernel's code, in C: it looks up and takes away what would run that code from ours.
 
-    Returns (steps after any wait, steps after a run, a function that reads from the latter's results what was left
-    behind). Values that could be the kernel's own objects are compared by identity, which runs no code of theirs.
+    Returns (steps after any wait, steps after a run, steps directly after a kernel's call, a function that reads from
+    the results of the latter two what was left behind). Values that could be the kernel's own objects are compared by
+    identity, which runs no code of theirs.
     """
     from torch._C._dynamo.eval_frame import set_eval_frame
 
@@ -73,6 +84,8 @@ def watch(torch, settings: dict):
     sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
     raw, invoke = torch._C.DispatchKeySet.raw_repr, operator.methodcaller("__call__")
     names, getters = list(settings), list(settings.values())
+    saved = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+    modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack, gc.isenabled
     unset = {"none": "ieee"}  # a precision that was never set, and one that was put back
     before, keys = [unset.get(value, value) for value in (getter() for getter in getters)], [raw(f()) for f in sets]
     tools, events, listen = monitors()
@@ -93,26 +106,36 @@ def watch(torch, settings: dict):
     def after() -> list:
         signalled = partial(list, map(set_handler, signals, handlers))
         listening = partial(list, map(listen, tools, events, repeat(None)))
-        return [*alone(), signalled, listening, partial(list, map(raw, map(invoke, sets))), *look]
+        unhooked = partial(list, map(operator.is_, map(invoke, (saved,)), (None,)))
+        return [*alone(), signalled, listening, partial(list, map(raw, map(invoke, sets))), unhooked, *look]
 
-    def left_behind(results: list) -> list[str]:
-        found_handlers, listeners, sets_now, timer, callbacks, *hooks = results[3:10]
-        frames, values = results[12], [unset.get(value, value) for value in results[15:]]
+    def at_once() -> list:
+        """What would run other code, or put it off, in the steps that follow: it may take itself away later."""
+        return [partial(list, map(invoke, modes)), partial(list, map(raw, map(invoke, sets)))]
+
+    def left_behind(results: list, was_on: bool = True, modes_then=(0, 0, False), keys_then=keys) -> list[str]:
+        found_handlers, listeners, sets_now, unhooked, timer, callbacks, *hooks = results[3:11]
+        frames, values = results[13], [unset.get(value, value) for value in results[16:]]
         found = [name for name, value, old in zip(names, values, before, strict=True) if value != old]
         found += ["a signal handler"] * any(a is not b for a, b in zip(found_handlers, handlers, strict=True))
-        found += ["an interval timer"] * (timer != (0.0, 0.0)) + ["dispatch keys"] * (sets_now != keys)
+        found += ["an interval timer"] * (timer != (0.0, 0.0))
+        found += ["dispatch keys"] * (sets_now != keys or keys_then != keys)
+        found += ["a mode entered"] * (list(modes_then) != [0, 0, False]) + ["gc.disable"] * (not was_on)
+        found += ["a hook on saved tensors"] * (unhooked != [True])
         found += ["a profile or trace hook"] * any(hook is not None for hook in (*hooks, *listeners))
         found += ["a hook on the evaluation of frames"] * (frames is not None)
         return found + ["a callback of the garbage collector"] * bool(len(callbacks))
 
-    return alone, after, left_behind
+    return alone, after, at_once, left_behind
 
 
 def changed_in(owners: dict, new_too: bool = True):
     """A function that names the members of modules and types that are not what they are now, or are new."""
-    seal = [(name, vars(owner), list(vars(owner).items())) for name, owner in owners.items()]
+    seal = [(name, vars(owner), [(k, v) for k, v in vars(owner).items() if f"{name}.{k}" != "torch.manual_seed"])
+            for name, owner in owners.items()]  # fmt: skip
     if not new_too:
-        seal = [(name, space, [(k, v) for k, v in members if callable(v)]) for name, space, members in seal]
+        seal = [(n, space, [(k, v) for k, v in members if callable(v) or k.startswith("_global_")])
+                for n, space, members in seal]  # fmt: skip
 
     def changed() -> list[str]:
         found = []
@@ -176,19 +199,25 @@ def hide() -> list[str]:
 
 
 def watched(torch) -> dict:
-    """What a careless or hostile kernel might replace, by name. torch._dynamo changes some functions of torch."""
-    checks = SimpleNamespace(equal=torch.equal, allclose=torch.allclose)
+    """What a careless or hostile kernel might replace, by name. torch.compile changes torch.manual_seed itself."""
     return {
         "builtins": builtins, "time": time, "json": json, "os": os, "gc": gc, "sys": sys, "operator": operator,
-        "__main__": sys.modules["__main__"], "torch": checks, "torch.testing": torch.testing, "torch.cuda": torch.cuda,
-        "torch.cuda.Event": torch.cuda.Event, "torch.cuda.Stream": torch.cuda.Stream,
+        "__main__": sys.modules["__main__"], "torch": torch, "torch.nn.functional": torch.nn.functional,
+        "torch.nn.modules.module": torch.nn.modules.module, "torch._C._nn": torch._C._nn,
+        "torch.testing": torch.testing, "torch.cuda": torch.cuda, "torch.cuda.Event": torch.cuda.Event,
+        "torch.cuda.Stream": torch.cuda.Stream,
     }  # fmt: skip
 
 
 def operators_of(dump):
-    """A function that says what implements the operators which move the judge's data here."""
-    names = ["copy_", "bitwise_xor.Scalar_out", "equal", "as_strided", "view", "narrow", "sum.IntList_out"]
-    names += ["fill_.Scalar", "nan_to_num"]
+    """A function that says what implements the operators which move the judge's data here, and models' usual ones."""
+    names = ["copy_", "bitwise_xor.Scalar_out", "mul.out", "equal", "as_strided", "view", "narrow", "sum.IntList_out"]
+    names += ["fill_.Scalar", "nan_to_num", "empty.memory_format", "clone", "_to_copy", "cat", "index.Tensor", "gather"]
+    names += ["mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "embedding", "gelu", "relu", "silu"]
+    names += ["sigmoid", "tanh", "exp", "rsqrt", "pow.Tensor_Scalar", "add.Tensor", "sub.Tensor", "mul.Tensor"]
+    names += ["div.Tensor", "mean.dim", "softmax.int", "_softmax", "_log_softmax", "layer_norm", "native_layer_norm"]
+    names += ["rms_norm", "native_group_norm", "native_batch_norm", "native_dropout", "nll_loss_forward"]
+    names += ["scaled_dot_product_attention"]
     keys = ("CPU", "CUDA", "Composite", "Autograd", "ADInplaceOrView", "BackendSelect")
 
     def operators() -> dict[str, list[str]]:

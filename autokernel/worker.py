@@ -85,6 +85,14 @@ class Layout:
         return {name: view_of(region, self.starts[name], spec) for name, spec in self.inputs.items()}
 
 
+def device_nodes() -> list[str]:
+    """What a kernel's process may write to below /dev: no disk, no terminal, nothing that other programs share."""
+    patterns = ("nvidia*", "nvidia-caps/*", "dri/*", "kfd", "dxg")
+    return [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")] + sorted(
+        str(path) for pattern in patterns for path in Path("/dev").glob(pattern) if not path.is_dir()
+    )
+
+
 def _aligned(count: int) -> int:
     return -(-count // GUARD) * GUARD
 
@@ -142,7 +150,7 @@ class Worker:
             self.arena = torch.from_file(path, shared=True, size=self.arena_bytes, dtype=torch.uint8)
             described = {"kind": "memory"}
         described["bytes"] = self.arena_bytes
-        writable = ["/dev", str(self.folder), str(self.cache)] if CONFINED and confined else []
+        writable = [*device_nodes(), str(self.folder), str(self.cache)] if CONFINED and confined else []
         answer = self.ask(
             "setup", timeout, device=str(self.device), arena=described, flush_bytes=flush_bytes,
             environment=self._environment(), writable=writable,
@@ -345,12 +353,12 @@ class Worker:
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
-    def idle_activity(self, seconds: float = 0.1) -> tuple[float, float]:
+    def idle_activity(self, seconds: float = 0.1, settling: float = 0.2) -> tuple[float, float]:
         """What the child does while nobody asks it anything: share of a core, and wake-ups per second.
 
         PyTorch's own threads spin for a while after their work, so it is left alone first.
         """
-        time.sleep(0.2)
+        time.sleep(settling)
         (ran, wakes), started = self._ran(), time.perf_counter()
         time.sleep(seconds)
         (later, woken), elapsed = self._ran(), time.perf_counter() - started
@@ -419,7 +427,7 @@ def printable(value: Any) -> Any:
 
 def malformed(reply: Mapping[str, Any]) -> str:
     """Why a reply to `call` has not the form that the child sends; "" if it has. It came from where the kernel ran."""
-    for name in ("before_s", "flush_s", "device_s", "after_s", "host_s"):
+    for name in ("drop_s", "before_s", "flush_s", "device_s", "after_s", "host_s"):
         value = reply.get(name)
         if not isinstance(value, (int, float)) or type(value) is bool or not 0 <= value < 1e6:
             return f"{name} = {str(value)[:40]}"

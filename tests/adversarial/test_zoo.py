@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from zoo import ROOT, Specimen, able, close_baselines, examine, specimens  # noqa: E402
 
-from autokernel import integrity, report, review, worker  # noqa: E402
+from autokernel import integrity, report, review, runner, worker  # noqa: E402
 from autokernel.paths import operator_of  # noqa: E402
 from autokernel.run import KEYS  # noqa: E402
 from autokernel.source import KernelError, read_kernel  # noqa: E402
@@ -65,12 +66,22 @@ def test_a_kernel_cannot_write_lines_of_the_report():
 def test_malformed_times_are_refused(value):
     out = {"type": "torch.Tensor", "dtype": "float16", "layout": "torch.strided", "device": "cpu", "shape": [1],
            "attributes": [], "aliases_input": False, "aliases_previous": False, "requires_grad": False}  # fmt: skip
-    reply = {"before_s": 0.0, "flush_s": 0.0, "device_s": 1e-3, "after_s": 0.0, "host_s": 1e-3}
+    reply = {"drop_s": 0.0, "before_s": 0.0, "flush_s": 0.0, "device_s": 1e-3, "after_s": 0.0, "host_s": 1e-3}
     reply |= {"late": False, "peak_bytes": 0, "left": [], "outs": [out]}
     assert worker.malformed(reply) == ""
     assert worker.malformed(reply | {"device_s": value})
     assert worker.malformed(reply | {"left": None})
     assert worker.malformed(reply | {"outs": [out | {"shape": "1"}]})
+
+
+def test_no_time_lies_among_pythons_objects():
+    """Else a kernel finds the start of its call beside its own floats, and moves it."""
+    clock, between = runner.clocks()
+    assert [clock(n)() for n in (0, 1)] == [0, 0], "a status; the time itself is in a page of its own"
+    time.sleep(0.02)
+    clock(2)()
+    assert 0.02 <= between(1, 2) <= between(0, 2) < 1
+    assert between(0, 1) < 0.01
 
 
 # ---- review and vendor libraries -------------------------------------------------------------------------------------
