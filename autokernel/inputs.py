@@ -23,6 +23,9 @@ def fresh_generator(device: torch.device) -> torch.Generator:
 def fill(spec: OpSpec, case: Case, tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
     """Draw every tensor of a case in place."""
     for name, tensor in tensors.items():
+        for axis, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[axis]:  # what is seen several times is written once
+                tensor = tensor.narrow(axis, 0, 1)
         given = case.content if isinstance(case.content, str) else case.content.get(name, "normal")
         fill_one(tensor, spec.args[name], given, case, generator)
 
@@ -41,14 +44,18 @@ def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> 
 def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator: torch.Generator) -> None:
     if arg.draw == "index":
         tensor.random_(0, case.size[arg.below], generator=generator)
-        if content == "some_ignored":  # -100 is what PyTorch's losses ignore; one row stays, or the mean is 0/0
-            tensor[torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3] = -100
-            tensor.view(-1)[0].clamp_(min=0)
+        if content == "some_ignored":  # -100 is what PyTorch's losses ignore; the first and the last row among them
+            hide = torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3
+            hide[[0, -1]] = tensor.numel() > 2
+            tensor[hide] = -100
+        elif content == "all_ignored":  # the mean is 0/0, NaN
+            tensor.fill_(-100)
         elif content == "one_ignored" and tensor.numel() > 1:
             tensor.view(-1)[torch.randint(tensor.numel(), (1,), generator=generator, device=tensor.device)] = -100
     elif content == "ints" or (content in CONTENTS and arg.draw == "normal" and content != "normal"):
         values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-        tensor.copy_(CONTENTS[content](values, generator) * _scale(arg, case))
+        scale = math.sqrt(case.scalars["eps"]) if content == "near_eps" else _scale(arg, case)
+        tensor.copy_(CONTENTS[content](values, generator) * scale)
     elif arg.draw == "normal":
         tensor.normal_(0, _scale(arg, case), generator=generator)
     elif arg.draw == "gain":
@@ -146,6 +153,21 @@ def _repeat(t, g):
     return t
 
 
+def _rows_apart(t, g):
+    """Positive or normal rows that are up to 16 powers of ten apart, the first two 12: no scale serves all."""
+    power = _uniform(torch.empty((*t.shape[:-1], 1), device=t.device), g, -8, 8)
+    power.view(-1)[:2] = torch.tensor([6.0, -6.0], device=t.device)[: power.numel()]
+    return t.mul_(10**power)
+
+
+def _infinite(t, g):
+    """Normal values, and in one row an infinite one at a random place: what overflowed before must not be hidden."""
+    _normal(t, g)
+    at = torch.randint(max(t.numel(), 1), (1,), generator=g, device=t.device)
+    t.view(-1)[at] = math.inf
+    return t
+
+
 def _masked(t, g):
     """A third of each row is minus infinity, never all of it."""
     hide = torch.rand(t.shape, generator=g, device=t.device) < 0.33
@@ -161,6 +183,13 @@ CONTENTS = {
     "large": lambda t, g: (_normal(t, g) * 1e4).clamp_(-6e4, 6e4),
     "near_max": lambda t, g: _uniform(t, g, -6e4, 6e4),
     "tiny": lambda t, g: _normal(t, g) * 1e-3,
+    "huge": lambda t, g: _normal(t, g) * 1e8,
+    "minute": lambda t, g: _normal(t, g) * 1e-8,
+    "spread": lambda t, g: _normal(t, g) * 16,  # exponentials down to the smallest that there are
+    "near_eps": _normal,
+    "uneven": lambda t, g: _rows_apart(_uniform(t, g, 0.5, 1.5), g),
+    "uneven_rows": lambda t, g: _rows_apart(_normal(t, g), g),
+    "infinite": _infinite,
     "zeros": lambda t, g: t.zero_(),
     "offset": lambda t, g: _normal(t, g) + 100,
     "mild": lambda t, g: _wide(t, g, 1),
