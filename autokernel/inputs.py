@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from autokernel.spec import Arg, Case, OpSpec
+from autokernel.spec import Arg, Case, OpSpec, Size
 
 
 def fresh_generator(device: torch.device) -> torch.Generator:
@@ -27,7 +27,11 @@ def fill(spec: OpSpec, case: Case, tensors: Mapping[str, torch.Tensor], generato
             if stride == 0 and tensor.shape[axis]:  # what is seen several times is written once
                 tensor = tensor.narrow(axis, 0, 1)
         given = case.content if isinstance(case.content, str) else case.content.get(name, "normal")
-        fill_one(tensor, spec.args[name], given, case, generator)
+        arg, scale = spec.args[name], spec.args[name].scale
+        scale = scale(case.size) if callable(scale) else scale
+        if given == "near_eps":
+            scale = math.sqrt({**spec.scalars, **case.scalars}["eps"])
+        fill_one(tensor, arg, given, case.size, scale, generator)
 
 
 def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -41,12 +45,15 @@ def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> 
     return found
 
 
-def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator: torch.Generator) -> None:
+def fill_one(
+    tensor: torch.Tensor, arg: Arg, content: str, size: Size, scale: float, generator: torch.Generator
+) -> None:
     if arg.draw == "index":
-        tensor.random_(0, case.size[arg.below], generator=generator)
+        tensor.random_(0, size[arg.below], generator=generator)
         if content == "some_ignored":  # -100 is what PyTorch's losses ignore; the first and the last row among them
             hide = torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3
-            hide[[0, -1]] = tensor.numel() > 2
+            if tensor.numel() > 2:
+                hide[[0, -1]] = True
             tensor[hide] = -100
         elif content == "all_ignored":  # the mean is 0/0, NaN
             tensor.fill_(-100)
@@ -54,20 +61,15 @@ def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator
             tensor.view(-1)[torch.randint(tensor.numel(), (1,), generator=generator, device=tensor.device)] = -100
     elif content == "ints" or (content in CONTENTS and arg.draw == "normal" and content != "normal"):
         values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-        scale = math.sqrt(case.scalars["eps"]) if content == "near_eps" else _scale(arg, case)
         tensor.copy_(CONTENTS[content](values, generator) * scale)
     elif arg.draw == "normal":
-        tensor.normal_(0, _scale(arg, case), generator=generator)
+        tensor.normal_(0, scale, generator=generator)
     elif arg.draw == "gain":
         tensor.normal_(1, 0.25, generator=generator)
     elif arg.draw == "unit":
         tensor.uniform_(-math.pi, math.pi, generator=generator).cos_()
     else:
         raise ValueError(f"draw {arg.draw!r} is not one of normal, gain, unit, index")
-
-
-def _scale(arg: Arg, case: Case) -> float:
-    return arg.scale(case.size) if callable(arg.scale) else arg.scale
 
 
 def _normal(t, g):
@@ -188,6 +190,7 @@ CONTENTS = {
     "spread": lambda t, g: _normal(t, g) * 16,  # exponentials down to the smallest that there are
     "near_eps": _normal,
     "uneven": lambda t, g: _rows_apart(_uniform(t, g, 0.5, 1.5), g),
+    "uneven_columns": lambda t, g: _rows_apart(_uniform(t, g, 0.5, 1.5).mT, g).mT,
     "uneven_rows": lambda t, g: _rows_apart(_normal(t, g), g),
     "infinite": _infinite,
     "zeros": lambda t, g: t.zero_(),

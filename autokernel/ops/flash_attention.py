@@ -47,7 +47,7 @@ def _heads(batch, heads, q_len, head_dim, kv_heads=None, kv_len=None):
 
 
 def _hidden(groups=1, q=None, kv=None):
-    """Sizes with heads in groups of that many; q, kv: the length as a share of the longest, or any, alike by default."""
+    """Heads in groups of so many; q, kv: lengths as shares of the longest that there is, or any, both alike."""
 
     def size(rng, on_gpu):
         top, kv_heads = (700, rng.randint(2, 3)) if on_gpu else (50, 2 if groups > 1 else 1)
@@ -208,8 +208,8 @@ SPEC = OpSpec(
     flops=_flops,
     out=("batch", "heads", "q_len", "head_dim"),
     hidden={
-        "alike": _hidden(), "grouped": _hidden(2), "more_keys": _hidden(3, 0.4, 1.0), "fewer_keys": _hidden(1, 1.0, 0.4),
-        "no_batch": lambda rng, on_gpu: _heads(0, 2, 7, 64),
+        "alike": _hidden(), "grouped": _hidden(2), "more_keys": _hidden(3, 0.4, 1.0),
+        "fewer_keys": _hidden(1, 1.0, 0.4), "no_batch": lambda rng, on_gpu: _heads(0, 2, 7, 64),
     },
     depth=lambda s: s["kv_len"] + s["head_dim"],
     stability={

@@ -83,7 +83,8 @@ def _gated(node):
 
 
 def _weight(fan_in, fan_out):
-    return arg(fan_in, fan_out, scale=lambda s: s[fan_in] ** -0.5, layouts=("transposed", "padded", "odd", "stepped", "expanded"))
+    layouts = ("transposed", "padded", "odd", "stepped", "expanded")
+    return arg(fan_in, fan_out, scale=lambda s: s[fan_in] ** -0.5, layouts=layouts)
 
 
 SPEC = OpSpec(

@@ -12,7 +12,7 @@ from autokernel.spec import OpSpec, arg
 
 
 def _torch(A, B, bias=None):
-    return torch.matmul(A, B) if bias is None else torch.addmm(bias, A.flatten(0, -2), B).view(*A.shape[:-1], -1)
+    return torch.matmul(A, B) if bias is None else torch.addmm(bias, A.flatten(0, -2), B).view(*A.shape[:-1], B.shape[1])
 
 
 def _mnk(m, n, k):
@@ -116,7 +116,7 @@ SPEC = OpSpec(
         "large": {"A": "large", "B": "tiny"},
         **contents("A", "wide"),
         "cancel": {"A": "cancel", "B": "repeat"},
-        "uneven": {"A": "uneven", "B": "uneven"},
+        "uneven": {"A": "uneven", "B": "uneven_columns"},
         **contents("A", "spike near_max needle infinite"),
     },
     exact="ints",

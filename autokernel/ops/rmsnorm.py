@@ -6,7 +6,16 @@ import torch.nn.functional as F
 
 import reference
 from autokernel.graph import Match, View, operand, strip
-from autokernel.ops import NORM_CONTENTS, NORM_LAYOUTS, VECTOR_LAYOUTS, affine_outputs, norm_edges, row_hidden, rows_dim, scaled_by_norm
+from autokernel.ops import (
+    NORM_CONTENTS,
+    NORM_LAYOUTS,
+    VECTOR_LAYOUTS,
+    affine_outputs,
+    norm_edges,
+    row_hidden,
+    rows_dim,
+    scaled_by_norm,
+)
 from autokernel.spec import OpSpec, arg
 
 

@@ -62,7 +62,9 @@ SPEC = OpSpec(
     hidden=row_hidden(by_shape, "two three four five"),
     depth=lambda s: max(s["shape"]),
     by_element=0.02,  # a logarithm may follow: small probabilities count
-    stability=contents("x", "large huge near_max offset constant_rows masked spike needle outliers swamp_exp spread infinite"),
+    stability=contents(
+        "x", "large huge near_max offset constant_rows masked spike needle outliers swamp_exp spread infinite"
+    ),
     sites={"softmax": _fused, "_softmax": _fused, "exp": _written_out},
     scaled=("shape",),
 )
