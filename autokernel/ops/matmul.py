@@ -12,7 +12,8 @@ from autokernel.spec import OpSpec, arg
 
 
 def _torch(A, B, bias=None):
-    return torch.matmul(A, B) if bias is None else torch.addmm(bias, A.flatten(0, -2), B).view(*A.shape[:-1], B.shape[1])
+    rows = A.flatten(0, -2)
+    return torch.matmul(A, B) if bias is None else torch.addmm(bias, rows, B).view(*A.shape[:-1], B.shape[1])
 
 
 def _mnk(m, n, k):
