@@ -131,8 +131,7 @@ SPEC = OpSpec(
     out=("*rows", "out"),
     hidden={
         "two_axes": _hidden(1, (700, 60)), "three_axes": _hidden(2, (25, 7)),
-        "no_rows": lambda rng, on_gpu: _sizes(0, *(rng.randint(1, 99) for _ in range(3))),
-    },
+    },  # not without rows: view(*x.shape[:-1], -1), as PyTorch code often ends, means nothing there
     depth=lambda s: s["dim"] + s["hidden"],
     stability={
         **contents("x", "x8 positive mild spike needle"),

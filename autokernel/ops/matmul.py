@@ -117,7 +117,7 @@ SPEC = OpSpec(
         "large": {"A": "large", "B": "tiny"},
         **contents("A", "wide"),
         "cancel": {"A": "cancel", "B": "repeat"},
-        "uneven": {"A": "uneven", "B": "uneven_columns"},
+        "uneven": {"A": "uneven", "B": "uneven_columns", "bias": "zeros"},
         **contents("A", "spike near_max needle infinite"),
     },
     exact="ints",
