@@ -276,7 +276,7 @@ class OpSpec:
             for index, (name, size) in enumerate(edges.items())
             for kind in self._some(index, on_gpu)
         ]
-        sizes = {first: lambda *_: base, **self.hidden}
+        sizes = {**self.hidden, first: lambda *_: base}
         return found + self.drawn(sizes, self.dtypes, accepts, rng, on_gpu, 14 if on_gpu else 8)
 
     def drawn(
@@ -285,19 +285,20 @@ class OpSpec:
     ) -> list[Case]:  # fmt: skip
         """Calls that draw everything at once: size, dtype, options, content, and a layout for each argument.
 
-        Every value of each of these comes up, each option in every dtype, and as many pairs of values as so few calls
-        can hold. (In Triton's interpreter, whose time is what runs out: each option in float32, where no approximation
-        hides.) least, most: how many calls, but for the values that must come up.
+        Every value of each of these comes up, options in every dtype at each kind of size, and of all pairs of values as
+        many as so few calls can hold. (In Triton's interpreter, whose time is what runs out, options in float32, where
+        no approximation hides.) least, most: how many calls, but for the values that must come up.
         """
         strict = tuple(d for d in dtypes if on_gpu or d == "fp32") or dtypes
         # defaults and contiguous tensors come last, where they may be left out: all other calls have them
-        axes: dict[str, list[Any]] = {
-            name: [*rng.sample(v, len(v)), self.scalars[name]] for name, v in self.options.items() if name in accepts
-        }
+        axes: dict[str, list[Any]] = {}
+        for name, values in self.options.items():
+            if name in accepts:
+                axes[name] = [*rng.sample(values, len(values)) * 2, self.scalars[name]]
         for name, a in self.args.items():
             if a.layouts:
                 axes[f"{name} "] = [*rng.sample(a.layouts, len(a.layouts)), "contiguous"]
-        count = min(most, max(least, *(len(v) - 1 for v in axes.values()), len(sizes))) if axes else least
+        count = min(most, max(least, len(sizes), *(len(set(v)) - 1 for v in axes.values())))
         kinds = [name for _ in range(count) for name in sizes][:count]
         axes["size"] = [(kind, sizes[kind](rng, on_gpu)) for kind in kinds]
         axes["dtype"] = [*dtypes, *strict] if not on_gpu else list(dtypes)
@@ -317,10 +318,12 @@ class OpSpec:
             found = case(row)
             tensors = {name: tensor for name, tensor in self.tensors(found).items() if tensor.span > tensor.offset}
             values = [(n, v) for n, v in found.layout.items() if n in tensors and not tensors[n].plain]
-            values += [*found.scalars.items(), row["size"][0], str(found.content), found.omit]
-            if found.dtype in strict and tensors:
-                return [*values, *((*item, found.dtype) for item in found.scalars.items())], values
-            return values, values
+            content = str(found.content)
+            values += [*found.scalars.items(), row["size"][0], content, found.omit]
+            # faults hide where an option meets a dtype, a kind of size or of content: those pairs first
+            others = [row["size"][0], content] + [found.dtype] * (found.dtype in strict)
+            crossed = [(option, other) for option in found.scalars.items() for other in others]
+            return (values + crossed if tensors else values), values
 
         return [case(row) for row in covering(axes, count, rng, facts)]
 
@@ -347,7 +350,7 @@ def covering(
 ) -> list[dict[str, Any]]:
     """`count` rows with a value of each axis: every value comes up where `count` allows, and many pairs of values do.
 
-    facts: what a row shows, (what must come up, what should come up in pairs). Each axis is dealt as often as it goes;
+    facts: what a row shows: (what should come up first of all, what in pairs). Each axis is dealt as often as it goes;
     then random swaps along an axis are kept as long as they lose nothing.
     """
     rows: list[dict[str, Any]] = [{} for _ in range(count)]

@@ -55,7 +55,7 @@ def odd_or_even(rng: Random, top: int) -> int:
     return rng.randint(1, top) if top < 32 or rng.random() < 0.5 else 16 * rng.randint(1, top // 16)
 
 
-def row_hidden(size: Callable[[Any, int], Size], axes: str = "none two three four") -> Hidden:
+def row_hidden(size: Callable[[Any, int], Size], axes: str = "three four two") -> Hidden:
     """Hidden sizes of an operator that works along rows, with one to four axes before them, and with no rows at all."""
 
     def rows(count: int) -> Callable[[Random, bool], Size]:

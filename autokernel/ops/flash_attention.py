@@ -212,7 +212,7 @@ SPEC = OpSpec(
     flops=_flops,
     out=("batch", "heads", "q_len", "head_dim"),
     hidden={
-        "alike": _hidden(), "grouped": _hidden(2), "more_keys": _hidden(3, 0.4, 1.0),
+        "more_keys": _hidden(3, 0.4, 1.0), "alike": _hidden(), "grouped": _hidden(2),
         "fewer_keys": _hidden(1, 1.0, 0.4), "no_batch": lambda rng, on_gpu: _heads(0, 2, 7, 64),
     },
     depth=lambda s: s["kv_len"] + s["head_dim"],

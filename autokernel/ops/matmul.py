@@ -108,7 +108,7 @@ SPEC = OpSpec(
     flops=lambda s, _: 2 * math.prod((*s["rows"], s["N"], s["K"])),
     out=("*rows", "N"),
     hidden={
-        "two_axes": _hidden(1, (1500, 90)), "three_axes": _hidden(2, (40, 9)), "four_axes": _hidden(3, (12, 4)),
+        "three_axes": _hidden(2, (40, 9)), "two_axes": _hidden(1, (1500, 90)), "four_axes": _hidden(3, (12, 4)),
         "no_rows": lambda rng, on_gpu: _mnk(0, rng.randint(1, 99), rng.randint(1, 99)),
     },
     depth=lambda s: s["K"],

@@ -145,7 +145,7 @@ SPEC = OpSpec(
     flops=lambda s, _: 3 * math.prod(s["batch"]) * s["seq"] * s["head_dim"],  # 4 products and 2 sums a pair
     out=("*batch", "seq", "head_dim"),
     hidden={
-        "two_axes": _hidden(0), "three_axes": _hidden(1), "four_axes": _hidden(2), "five_axes": _hidden(3),
+        "four_axes": _hidden(2), "three_axes": _hidden(1), "two_axes": _hidden(0), "five_axes": _hidden(3),
         "no_positions": lambda rng, on_gpu: _sizes((2, 3), 0, 2 * rng.randint(1, 100)),
     },
     depth=lambda s: 2,

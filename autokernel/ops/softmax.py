@@ -59,7 +59,7 @@ SPEC = OpSpec(
     ),
     flops=lambda s, _: 5 * math.prod(s["shape"]),  # maximum, subtract, exp, sum, divide: one each
     out=("*shape",),
-    hidden=row_hidden(by_shape, "two three four five"),
+    hidden=row_hidden(by_shape, "three four five two"),
     depth=lambda s: max(s["shape"]),
     by_element=0.02,  # a logarithm may follow: small probabilities count
     stability=contents(
