@@ -285,9 +285,9 @@ class OpSpec:
     ) -> list[Case]:  # fmt: skip
         """Calls that draw everything at once: size, dtype, options, content, and a layout for each argument.
 
-        Every value of each of these comes up, options in every dtype at each kind of size, and of all pairs of values as
-        many as so few calls can hold. (In Triton's interpreter, whose time is what runs out, options in float32, where
-        no approximation hides.) least, most: how many calls, but for the values that must come up.
+        Every value of each of these comes up, options in every dtype and at each kind of size if they can, and of all
+        pairs of values as many as so few calls can hold. (In Triton's interpreter, whose time is what runs out, options
+        in float32, where no approximation hides.) least, most: how many calls, but for the values that must come up.
         """
         strict = tuple(d for d in dtypes if on_gpu or d == "fp32") or dtypes
         # defaults and contiguous tensors come last, where they may be left out: all other calls have them

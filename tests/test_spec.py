@@ -104,7 +104,7 @@ def test_every_value_of_every_axis_is_drawn_in_every_run(op, on_gpu):
             shown = {c.layout[name] for c in drawn if name in c.layout and not spec.tensors(c)[name].plain}
             assert shown == set(arg.layouts)
         layouts = [tuple(c.layout.values()) for c in drawn if len(c.layout) > 1]
-        assert not layouts or sum(len(set(each)) > 1 for each in layouts) > len(layouts) / 2  # to each its own
+        assert not layouts or sum(len(set(each)) > 1 for each in layouts) >= 3  # to each its own
 
 
 def test_cases_cover_the_stages_and_skip_options_that_the_kernel_lacks():
@@ -131,6 +131,6 @@ def test_contents_are_fresh_finite_and_stay_in_their_tensor(content, dtype):
         draws.append(layout.views(region)["x"].clone())
     known = dtype in content_dtypes(content) and content not in ("masked", "infinite")
     assert not draws[0].isnan().any() and (not known or draws[0].isfinite().all())
-    assert content == "zeros" or not torch.equal(*draws)
+    assert content == "zeros" or dtype not in content_dtypes(content) or not torch.equal(*draws)
     layout.views(region)["x"].zero_()
     assert not region.any()  # nothing was written beside the view
