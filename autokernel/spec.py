@@ -19,7 +19,7 @@ import torch
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WIDE = ("bf16", "fp32")
 # contents that are asked in some dtypes only: most of them would be infinite or zero in float16
-CONTENT_DTYPES = dict.fromkeys(("huge", "minute", "uneven", "uneven_columns", "uneven_rows", "spread"), WIDE)
+CONTENT_DTYPES: dict[str, tuple[str, ...]] = dict.fromkeys(("huge", "minute", "uneven", "uneven_columns", "uneven_rows", "spread"), WIDE)
 CONTENT_DTYPES["large"] = ("fp16",)
 SWAPS = 300  # tries to place drawn values better: all that matters is found within a hundred
 STAGES = ("smoke_test", "shape_sweep", "numerical_stability", "determinism", "edge_cases")
@@ -317,7 +317,8 @@ class OpSpec:
         def facts(row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
             found = case(row)
             tensors = {name: tensor for name, tensor in self.tensors(found).items() if tensor.span > tensor.offset}
-            values = [(n, v) for n, v in found.layout.items() if n in tensors and not tensors[n].plain]
+            lies = {n: row[f"{n} "] for n, tensor in tensors.items() if not tensor.plain}
+            values: list[Any] = list(lies.items())
             content = str(found.content)
             values += [*found.scalars.items(), row["size"][0], content, found.omit]
             # faults hide where an option meets a dtype, a kind of size or of content: those pairs first

@@ -43,7 +43,9 @@ SPEC = OpSpec(
         "vocab_50257": by_shape(1024, 50257),
         "tokens": by_shape(8, 512, 768),
     },
-    edges=row_edges(by_shape, True, vector=by_shape(129), four_axes=by_shape(2, 3, 5, 77)),
+    edges=row_edges(
+        by_shape, True, vector=by_shape(129), four_axes=by_shape(2, 3, 5, 77), million=by_shape(32, 1 << 20)
+    ),
     cpu_shapes={
         "small": by_shape(16, 128),
         "medium": by_shape(16, 1000),
