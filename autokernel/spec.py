@@ -19,8 +19,9 @@ import torch
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WIDE = ("bf16", "fp32")
 # contents that are asked in some dtypes only: most of them would be infinite or zero in float16
-CONTENT_DTYPES: dict[str, tuple[str, ...]] = dict.fromkeys(("huge", "minute", "uneven", "uneven_columns", "uneven_rows", "spread"), WIDE)
-CONTENT_DTYPES["large"] = ("fp16",)
+CONTENT_DTYPES: dict[str, tuple[str, ...]] = {"large": ("fp16",)} | {
+    kind: WIDE for kind in ("huge", "minute", "uneven", "uneven_columns", "uneven_rows", "spread")
+}
 SWAPS = 300  # tries to place drawn values better: all that matters is found within a hundred
 STAGES = ("smoke_test", "shape_sweep", "numerical_stability", "determinism", "edge_cases")
 
