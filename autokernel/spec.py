@@ -306,28 +306,29 @@ class OpSpec:
         axes["content"] = list(self.drawn_contents)
         axes["omit"] = [(n,) for n, a in self.args.items() if a.optional and n in accepts] + [()]
         absent = tuple(n for n, a in self.args.items() if a.optional and n not in accepts)
+        rows = covering(axes, count, rng, lambda row: self._shown(self._drawn_case(row, absent), strict))
+        return [self._drawn_case(row, absent) for row in rows]
 
-        def case(row: Mapping[str, Any]) -> Case:
-            kind, size = row["size"]
-            layouts = {n: row[f"{n} "] for n, a in self.args.items() if a.layouts and n not in row["omit"] + absent}
-            scalars = {n: row[n] for n in self.options if n in row and row[n] != self.scalars[n]}
-            name = f"{kind} {', '.join(f'{k}={v}' for k, v in size.items())}"
-            omit = row["omit"] + absent
-            return Case(name, "edge_cases", size, row["dtype"], scalars, layouts, row["content"], omit=omit)
+    def _drawn_case(self, row: Mapping[str, Any], absent: tuple[str, ...]) -> Case:
+        """A row of `covering` as a case; `absent`: optional tensors that the kernel does not take."""
+        (kind, size), omit = row["size"], row["omit"] + absent
+        layouts = {n: row[f"{n} "] for n, a in self.args.items() if a.layouts and n not in omit}
+        scalars = {n: row[n] for n, default in self.scalars.items() if row.get(n, default) != default}
+        name = f"{kind} {', '.join(f'{axis}={n}' for axis, n in size.items())}"
+        return Case(name, "edge_cases", size, row["dtype"], scalars, layouts, row["content"], omit=omit)
 
-        def facts(row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-            found = case(row)
-            tensors = {name: tensor for name, tensor in self.tensors(found).items() if tensor.span > tensor.offset}
-            lies = {n: row[f"{n} "] for n, tensor in tensors.items() if not tensor.plain}
-            values: list[Any] = list(lies.items())
-            content = str(found.content)
-            values += [*found.scalars.items(), row["size"][0], content, found.omit]
-            # faults hide where an option meets a dtype, a kind of size or of content: those pairs first
-            others = [row["size"][0], content] + [found.dtype] * (found.dtype in strict)
-            crossed = [(option, other) for option in found.scalars.items() for other in others]
-            return (values + crossed if tensors else values), values
-
-        return [case(row) for row in covering(axes, count, rng, facts)]
+    def _shown(self, case: Case, strict: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+        """For `covering`: what a drawn case shows. An option beside a dtype, a kind of size or of content comes first,
+        as faults hide there; a layout that changes nothing at this size does not count.
+        """
+        assert not isinstance(case.layout, str)
+        tensors = {name: tensor for name, tensor in self.tensors(case).items() if tensor.span > tensor.offset}
+        options, kind, content = list(case.scalars.items()), case.name.split()[0], str(case.content)
+        values: list[Any] = [(n, case.layout[n]) for n, tensor in tensors.items() if not tensor.plain]
+        values += [*options, kind, content, case.omit]
+        others = [kind, content] + [case.dtype] * (case.dtype in strict)
+        crossed = [(option, other) for option in options for other in others]
+        return (values + crossed if tensors else values), values
 
     def _some(self, index: int, on_gpu: bool) -> tuple[str, ...]:
         """Every dtype on a GPU; one in turn in the interpreter, whose time is what runs out."""
