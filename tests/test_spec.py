@@ -104,7 +104,8 @@ def test_every_value_of_every_axis_is_drawn_in_every_run(op, on_gpu):
             shown = {c.layout[name] for c in drawn if name in c.layout and not spec.tensors(c)[name].plain}
             assert shown == set(arg.layouts)
         layouts = [tuple(c.layout.values()) for c in drawn if len(c.layout) > 1]
-        assert not layouts or sum(len(set(each)) > 1 for each in layouts) >= 3  # to each its own
+        if layouts and min(len(arg.layouts) for arg in spec.args.values() if arg.layouts) > 2:
+            assert sum(len(set(each)) > 1 for each in layouts) >= 3  # to each its own
 
 
 def test_cases_cover_the_stages_and_skip_options_that_the_kernel_lacks():
