@@ -10,16 +10,18 @@ roundings, breaks the element bound (an ill-conditioned case), the bound is a mu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 # atol = rtol by output dtype: one unit in the last place of the half formats, so twice what rounding once costs.
 # float32: 1e-5, growing as the square root of the number of terms beyond 16384. One accumulator per sum, the least
 # careful honest order, errs by about sqrt(terms) * 1.4e-8 of the result's rms: 2e-6 at 16384 terms, 5 sigma 1e-5.
+# It ends at LONGEST terms: nobody adds more of them one by one, and PyTorch errs by 7e-8 at 4 million.
 TOLERANCES = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 1e-5}
 TF32_TOLERANCE = 2e-3
 MAX_FACTOR = 4.0
+LONGEST = 65536  # terms beyond which no bound grows
 FEWEST = 32  # elements below which an rms is chance: the bound on each element stands alone
 RMS_FACTOR = 2.0  # an honest kernel rounds where PyTorch does: its rms error is within a few per cent of PyTorch's
 _CHUNK = 1 << 26  # elements compared at once: 0.5 GB of float64
@@ -48,17 +50,19 @@ def compare(
     exact: bool = False,
     allow_tf32: bool = False,
     usual: float | None = None,
+    by_element: float = 0.0,
 ) -> Comparison:
     """Judge `out` (any float dtype) against `ref` (float64, same shape).
 
     torch_out: PyTorch's result on the same inputs, for the error bound relative to it. perturbed: the oracle on inputs
     that are off by a few float32 roundings: what conditioning alone costs. depth: terms in the longest sum. factor: the
     operator's own multiple of TOLERANCES. exact: demand equality with the rounded reference. usual: `ref` is PyTorch's
-    own result, which is off by so much, as rms, like the kernel's may be.
+    own result, which is off by so much, as rms, like the kernel's may be. by_element: largest error of each element
+    over that element itself, however small beside the others, but four tolerances at least; 0 for no such bound.
     """
     if out.shape != ref.shape:
         return Comparison(False, f"shape {tuple(out.shape)}, expected {tuple(ref.shape)}", math.inf, math.inf)
-    tolerance = TOLERANCES[out.dtype] * factor
+    tolerance, depth = TOLERANCES[out.dtype] * factor, min(depth, LONGEST)
     if out.dtype == torch.float32:
         tolerance = TF32_TOLERANCE if allow_tf32 else tolerance * max(1.0, math.sqrt(depth / 16384))
     scale = _rms_finite(ref, out.dtype)
@@ -67,7 +71,7 @@ def compare(
     yardsticks = [y for y in yardsticks if not y.wrong_nonfinite]
     unit = torch.finfo(out.dtype).eps / 2
     # float32 floors grow with the sum; the half formats round once at the end, whatever the sum
-    floor = 8 * unit * max(1.0, math.sqrt(depth) / 8) if out.dtype == torch.float32 else unit / 8 * (rms_factor - 1)
+    floor = 8 * unit * max(1.0, math.sqrt(depth) / 16) if out.dtype == torch.float32 else unit / 8 * (rms_factor - 1)
     floor += unit / math.sqrt(max(ref.numel(), 1))  # by so much the rms of a few roundings varies by chance
     if out.dtype == torch.float32:
         rms_factor, floor = MAX_FACTOR, TF32_TOLERANCE if allow_tf32 else floor
@@ -75,7 +79,23 @@ def compare(
         usual = max((y.rms_error for y in yardsticks), default=math.inf)
     else:
         rms_factor += 1  # two errors, which may add up
-    return _verdict(out, ref, ours, yardsticks, tolerance, exact, usual, rms_factor * usual + floor)
+    found = _verdict(out, ref, ours, yardsticks, tolerance, exact, usual, rms_factor * usual + floor)
+    lost = _lost(out, ref, max(by_element, 4 * tolerance)) if by_element and found.ok else ""
+    return replace(found, ok=False, reason=lost) if lost else found
+
+
+def _lost(out: torch.Tensor, ref: torch.Tensor, limit: float) -> str:
+    """Which elements are off by more than `limit` of themselves, of those that the dtype has all digits for."""
+    info = torch.finfo(out.dtype)
+    for got, want in zip(out.flatten().split(_CHUNK), ref.flatten().split(_CHUNK), strict=True):
+        size = want.abs()
+        # not <=: a NaN is none of these, and was looked at before
+        off = ((got.double() - want).abs() > limit * size) & (size >= info.smallest_normal) & (size <= info.max)
+        if count := int(off.sum()):
+            at = int(off.nonzero()[0])
+            what = f"at one of them {got[at].item():.6g}, expected {want[at].item():.6g}"
+            return f"{count} elements off by more than {limit:.1e} of themselves, beside larger ones; {what}"
+    return ""
 
 
 def _verdict(out, ref, ours, yardsticks, tolerance, exact, usual, rms_limit) -> Comparison:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from autokernel.spec import Arg, Case, OpSpec
+from autokernel.spec import Arg, Case, OpSpec, Size
 
 
 def fresh_generator(device: torch.device) -> torch.Generator:
@@ -23,8 +23,15 @@ def fresh_generator(device: torch.device) -> torch.Generator:
 def fill(spec: OpSpec, case: Case, tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
     """Draw every tensor of a case in place."""
     for name, tensor in tensors.items():
+        for axis, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[axis]:  # what is seen several times is written once
+                tensor = tensor.narrow(axis, 0, 1)
         given = case.content if isinstance(case.content, str) else case.content.get(name, "normal")
-        fill_one(tensor, spec.args[name], given, case, generator)
+        arg, scale = spec.args[name], spec.args[name].scale
+        scale = scale(case.size) if callable(scale) else scale
+        if given == "near_eps":
+            scale = math.sqrt({**spec.scalars, **case.scalars}["eps"])
+        fill_one(tensor, arg, given, case.size, scale, generator)
 
 
 def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -38,29 +45,31 @@ def perturb(tensors: Mapping[str, torch.Tensor], generator: torch.Generator) -> 
     return found
 
 
-def fill_one(tensor: torch.Tensor, arg: Arg, content: str, case: Case, generator: torch.Generator) -> None:
+def fill_one(
+    tensor: torch.Tensor, arg: Arg, content: str, size: Size, scale: float, generator: torch.Generator
+) -> None:
     if arg.draw == "index":
-        tensor.random_(0, case.size[arg.below], generator=generator)
-        if content == "some_ignored":  # -100 is what PyTorch's losses ignore; one row stays, or the mean is 0/0
-            tensor[torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3] = -100
-            tensor.view(-1)[0].clamp_(min=0)
+        tensor.random_(0, size[arg.below], generator=generator)
+        if content == "some_ignored":  # -100 is what PyTorch's losses ignore; the first and the last row among them
+            hide = torch.rand(tensor.shape, generator=generator, device=tensor.device) < 0.3
+            if tensor.numel() > 2:
+                hide[[0, -1]] = True
+            tensor[hide] = -100
+        elif content == "all_ignored":  # the mean is 0/0, NaN
+            tensor.fill_(-100)
         elif content == "one_ignored" and tensor.numel() > 1:
             tensor.view(-1)[torch.randint(tensor.numel(), (1,), generator=generator, device=tensor.device)] = -100
     elif content == "ints" or (content in CONTENTS and arg.draw == "normal" and content != "normal"):
         values = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
-        tensor.copy_(CONTENTS[content](values, generator) * _scale(arg, case))
+        tensor.copy_(CONTENTS[content](values, generator) * scale)
     elif arg.draw == "normal":
-        tensor.normal_(0, _scale(arg, case), generator=generator)
+        tensor.normal_(0, scale, generator=generator)
     elif arg.draw == "gain":
         tensor.normal_(1, 0.25, generator=generator)
     elif arg.draw == "unit":
         tensor.uniform_(-math.pi, math.pi, generator=generator).cos_()
     else:
         raise ValueError(f"draw {arg.draw!r} is not one of normal, gain, unit, index")
-
-
-def _scale(arg: Arg, case: Case) -> float:
-    return arg.scale(case.size) if callable(arg.scale) else arg.scale
 
 
 def _normal(t, g):
@@ -146,6 +155,21 @@ def _repeat(t, g):
     return t
 
 
+def _rows_apart(t, g):
+    """Positive or normal rows that are up to 16 powers of ten apart, the first two 12: no scale serves all."""
+    power = _uniform(torch.empty((*t.shape[:-1], 1), device=t.device), g, -8, 8)
+    power.view(-1)[:2] = torch.tensor([6.0, -6.0], device=t.device)[: power.numel()]
+    return t.mul_(10**power)
+
+
+def _infinite(t, g):
+    """Normal values, and in one row an infinite one at a random place: what overflowed before must not be hidden."""
+    _normal(t, g)
+    at = torch.randint(max(t.numel(), 1), (1,), generator=g, device=t.device)
+    t.view(-1)[at] = math.inf
+    return t
+
+
 def _masked(t, g):
     """A third of each row is minus infinity, never all of it."""
     hide = torch.rand(t.shape, generator=g, device=t.device) < 0.33
@@ -161,6 +185,14 @@ CONTENTS = {
     "large": lambda t, g: (_normal(t, g) * 1e4).clamp_(-6e4, 6e4),
     "near_max": lambda t, g: _uniform(t, g, -6e4, 6e4),
     "tiny": lambda t, g: _normal(t, g) * 1e-3,
+    "huge": lambda t, g: _normal(t, g) * 1e8,
+    "minute": lambda t, g: _normal(t, g) * 1e-8,
+    "spread": lambda t, g: _normal(t, g) * 16,  # exponentials down to the smallest that there are
+    "near_eps": _normal,
+    "uneven": lambda t, g: _rows_apart(_uniform(t, g, 0.5, 1.5), g),
+    "uneven_columns": lambda t, g: _rows_apart(_uniform(t, g, 0.5, 1.5).mT, g).mT,
+    "uneven_rows": lambda t, g: _rows_apart(_normal(t, g), g),
+    "infinite": _infinite,
     "zeros": lambda t, g: t.zero_(),
     "offset": lambda t, g: _normal(t, g) + 100,
     "mild": lambda t, g: _wide(t, g, 1),

@@ -182,7 +182,7 @@ def problem_spec(name: str, reference: Reference, inputs: dict, outputs: tuple, 
     call: Any = reference.call
     return ProblemSpec(
         name, {n: Arg(()) for n in inputs}, call, call, "Model", {"problem": size}, {}, {}, {},
-        lambda size, scalars: flops, (), lambda rng, on_gpu: {}, lambda size: depth, timed=("problem",),
+        lambda size, scalars: flops, (), {}, lambda size: depth, timed=("problem",),
         primary="problem", least_flops=False,
     )  # fmt: skip
 

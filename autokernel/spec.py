@@ -10,12 +10,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+WIDE = ("bf16", "fp32")
+# contents that are asked in some dtypes only: most of them would be infinite or zero in float16
+CONTENT_DTYPES: dict[str, tuple[str, ...]] = {"large": ("fp16",)} | {
+    kind: WIDE for kind in ("huge", "minute", "uneven", "uneven_columns", "uneven_rows", "spread")
+}
+SWAPS = 300  # tries to place drawn values better: all that matters is found within a hundred
 STAGES = ("smoke_test", "shape_sweep", "numerical_stability", "determinism", "edge_cases")
 
 
@@ -40,6 +47,9 @@ class Arg:
     draw: content of an ordinary call: "normal", "gain" (1 + normal/4), "unit" (cosines), "index" (0 .. `below` - 1).
     scale: multiplies a "normal" draw; a callable of the size, e.g. 1/sqrt(fan_in).
     layouts: storage layouts that the operator's callers use besides contiguous (see `strides_of`).
+
+    All "float" tensors of a call are of one dtype. Others (a float32 weight beside half inputs) are no part of the
+    contract, as PyTorch's own operators disagree about the result's dtype; a model's are judged with its target.
     """
 
     axes: tuple[str, ...]
@@ -66,6 +76,11 @@ class TensorSpec:
     offset: int = 0
 
     @property
+    def plain(self) -> bool:
+        """Whether it lies in memory as torch.empty would lay it."""
+        return self.offset == 0 and self.strides == strides_of(self.shape, "contiguous")[0]
+
+    @property
     def span(self) -> int:
         """Elements from the start of the storage to the last element addressed, `offset` included."""
         if 0 in self.shape:
@@ -87,7 +102,7 @@ class Case:
     size: Size
     dtype: str
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    layout: str = "contiguous"
+    layout: Mapping[str, str] | str = "contiguous"  # of every argument that has it, or by argument
     content: Mapping[str, str] | str = "normal"
     strides: Mapping[str, tuple[int, ...]] | None = None  # observed strides of a model's tensors
     dtypes: Mapping[str, str] | None = None  # observed dtypes of a model's tensors where they differ from `dtype`
@@ -97,7 +112,9 @@ class Case:
     @property
     def label(self) -> str:
         kind = self.content if isinstance(self.content, str) else "/".join(dict.fromkeys(self.content.values()))
-        notes = [kind] * (kind != "normal") + [self.layout] * (self.layout != "contiguous")
+        layouts = {"": self.layout} if isinstance(self.layout, str) else self.layout
+        notes = [kind] * (kind != "normal")
+        notes += [f"{name} {layout}".strip() for name, layout in layouts.items() if layout != "contiguous"]
         notes += [f"{k}={v}" for k, v in self.scalars.items()] + [f"no {name}" for name in self.omit]
         return " ".join([self.name, self.dtype, *notes])
 
@@ -117,14 +134,18 @@ class OpSpec:
     cpu_edges: Mapping[str, Size]
     flops: Callable[[Size, Mapping[str, Any]], float]
     out: tuple[str, ...] | Callable[[Size, Mapping[str, Any]], tuple[int, ...]]
-    hidden: Callable[[Any, bool], Size]  # (random.Random, on_gpu) -> a size nobody announced
+    # kind ("three_axes") -> (random.Random, on_gpu) -> a size nobody announced; each kind comes up in every run
+    hidden: Mapping[str, Callable[[Any, bool], Size]]
     depth: Callable[[Size], float]  # terms in the longest sum: how fast float32 rounding may grow
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    variants: tuple[Mapping[str, Any], ...] = ()  # other scalar values that the operator's callers use
+    # other scalar values that the operator's callers use; legal at each size that `hidden` gives
+    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    drawn_contents: tuple[Mapping[str, str] | str, ...] = ("normal",)  # of the calls that draw sizes and options
     stability: Mapping[str, Any] = field(default_factory=dict)
     exact: Mapping[str, str] | str | None = None  # content with exactly representable sums, if there is one
     out_dtype: str = "float"
     tolerance: float = 1.0  # factor on TOLERANCES
+    by_element: float = 0.0  # where nothing cancels: an element's error over the element itself, at most
     rms_factor: float = 2.0  # the kernel's rms error over the yardstick's, at most
     yardstick: Callable[..., torch.Tensor] | None = None  # whose error bounds the kernel's; the baseline's by default
     timed: tuple[str, ...] = ("medium", "large")
@@ -151,7 +172,8 @@ class OpSpec:
             if case.strides and name in case.strides:
                 specs[name] = TensorSpec(name, shape, tuple(case.strides[name]), dtype)
             else:
-                layout = case.layout if case.layout in spec.layouts else "contiguous"
+                layout = case.layout if isinstance(case.layout, str) else case.layout.get(name, "contiguous")
+                layout = layout if layout in spec.layouts else "contiguous"
                 strides, offset = strides_of(shape, layout)
                 specs[name] = TensorSpec(name, shape, strides, dtype, offset)
         return specs
@@ -209,6 +231,14 @@ class OpSpec:
             words.append(f"{kinds[type(default)]} {name}={shown}")
         return f"({', '.join(words)}) -> Tensor"
 
+    def element_limit(self, case: Case) -> float:
+        """Largest error of an element over that element, at least what `compare` needs; 0 where terms may cancel.
+
+        Content "uneven" makes each sum one of positive terms, whatever the size of its row.
+        """
+        kinds = case.content.values() if not isinstance(case.content, str) else (case.content,)
+        return 1e-9 if "uneven" in kinds else self.by_element
+
     # ---- cases -------------------------------------------------------------------------------------------------
 
     def optional_names(self) -> tuple[str, ...]:
@@ -222,7 +252,6 @@ class OpSpec:
         """
         shapes, edges = (self.shapes, self.edges) if on_gpu else (self.cpu_shapes, self.cpu_edges)
         omit = tuple(n for n, a in self.args.items() if a.optional and n not in accepts)
-        variants = [v for v in self.variants if set(v) <= accepts]
         first = next(iter(shapes))
 
         def case(name: str, stage: str, size: Size, kind: str, **options: Any) -> Case:
@@ -234,30 +263,72 @@ class OpSpec:
             # a large shape is checked in the primary dtype here and, in every dtype, at the smaller ones
             heavy = self.flops(size, self.scalars) > 3e11 or _elements(self, size) > 1.5e8
             found += [case(name, "shape_sweep", size, kind) for kind in ([dtype] if heavy else self.dtypes)]
-        for index in range(2):
-            size = self.hidden(rng, on_gpu)
-            found += [case(f"hidden{index + 1}", "shape_sweep", size, kind) for kind in self._some(index, on_gpu)]
         base = shapes["stability"] if "stability" in shapes else shapes[first]
         for index, (name, content) in enumerate(self.stability.items()):
-            kinds = self._some(index, on_gpu)
+            kinds = content_dtypes(content)
+            kinds = kinds if kinds != tuple(DTYPES) else self._some(index, on_gpu)
             found += [case(name, "numerical_stability", base, kind, content=content) for kind in kinds]
         if self.exact is not None:
             kinds = self._some(0, on_gpu)
             found += [case("exact", "numerical_stability", base, k, content=self.exact, exact=True) for k in kinds]
         found += [case(first, "determinism", shapes[first], kind) for kind in self._some(1, on_gpu)]
-        layouts = dict.fromkeys(layout for a in self.args.values() for layout in a.layouts)
         found += [
             case(name, "edge_cases", size, kind)
             for index, (name, size) in enumerate(edges.items())
             for kind in self._some(index, on_gpu)
         ]
-        found += [case("views", "edge_cases", base, self._turn(i), layout=w) for i, w in enumerate(layouts)]
-        # in every dtype: an approximation that hides in the half formats does not in float32
-        kinds = self.dtypes if on_gpu else ("fp32",)
-        found += [case("option", "edge_cases", base, kind, scalars=v) for v in variants for kind in kinds]
-        for index, name in enumerate(n for n, a in self.args.items() if a.optional and n in accepts):
-            found.append(replace(case("option", "edge_cases", base, self._turn(index)), omit=(*omit, name)))
-        return found
+        sizes = {**self.hidden, first: lambda *_: base}
+        return found + self.drawn(sizes, self.dtypes, accepts, rng, on_gpu, 14 if on_gpu else 8)
+
+    def drawn(
+        self, sizes: Mapping[str, Callable[[Any, bool], Size]], dtypes: tuple[str, ...], accepts: set[str], rng: Any,
+        on_gpu: bool, least: int = 1, most: int = 99,
+    ) -> list[Case]:  # fmt: skip
+        """Calls that draw everything at once: size, dtype, options, content, and a layout for each argument.
+
+        Every value of each of these comes up, options in every dtype and at each kind of size if they can, and of all
+        pairs of values as many as so few calls can hold. (In Triton's interpreter, whose time is what runs out, options
+        in float32, where no approximation hides.) least, most: how many calls, but for the values that must come up.
+        """
+        strict = tuple(d for d in dtypes if on_gpu or d == "fp32") or dtypes
+        # defaults and contiguous tensors come last, where they may be left out: all other calls have them
+        axes: dict[str, list[Any]] = {}
+        for name, values in self.options.items():
+            if name in accepts:
+                axes[name] = [*rng.sample(values, len(values)) * 2, self.scalars[name]]
+        for name, a in self.args.items():
+            if a.layouts:
+                axes[f"{name} "] = [*rng.sample(a.layouts, len(a.layouts)), "contiguous"]
+        count = min(most, max(least, len(sizes), *(len(set(v)) - 1 for v in axes.values())))
+        kinds = [name for _ in range(count) for name in sizes][:count]
+        axes["size"] = [(kind, sizes[kind](rng, on_gpu)) for kind in kinds]
+        axes["dtype"] = [*dtypes, *strict] if not on_gpu else list(dtypes)
+        axes["content"] = list(self.drawn_contents)
+        axes["omit"] = [(n,) for n, a in self.args.items() if a.optional and n in accepts] + [()]
+        absent = tuple(n for n, a in self.args.items() if a.optional and n not in accepts)
+        rows = covering(axes, count, rng, lambda row: self._shown(self._drawn_case(row, absent), strict))
+        return [self._drawn_case(row, absent) for row in rows]
+
+    def _drawn_case(self, row: Mapping[str, Any], absent: tuple[str, ...]) -> Case:
+        """A row of `covering` as a case; `absent`: optional tensors that the kernel does not take."""
+        (kind, size), omit = row["size"], row["omit"] + absent
+        layouts = {n: row[f"{n} "] for n, a in self.args.items() if a.layouts and n not in omit}
+        scalars = {n: row[n] for n, default in self.scalars.items() if row.get(n, default) != default}
+        name = f"{kind} {', '.join(f'{axis}={n}' for axis, n in size.items())}"
+        return Case(name, "edge_cases", size, row["dtype"], scalars, layouts, row["content"], omit=omit)
+
+    def _shown(self, case: Case, strict: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
+        """For `covering`: what a drawn case shows. An option beside a dtype, a kind of size or of content comes first,
+        as faults hide there; a layout that changes nothing at this size does not count.
+        """
+        assert not isinstance(case.layout, str)
+        tensors = {name: tensor for name, tensor in self.tensors(case).items() if tensor.span > tensor.offset}
+        options, kind, content = list(case.scalars.items()), case.name.split()[0], str(case.content)
+        values: list[Any] = [(n, case.layout[n]) for n, tensor in tensors.items() if not tensor.plain]
+        values += [*options, kind, content, case.omit]
+        others = [kind, content] + [case.dtype] * (case.dtype in strict)
+        crossed = [(option, other) for option in options for other in others]
+        return (values + crossed if tensors else values), values
 
     def _some(self, index: int, on_gpu: bool) -> tuple[str, ...]:
         """Every dtype on a GPU; one in turn in the interpreter, whose time is what runs out."""
@@ -269,6 +340,46 @@ class OpSpec:
 
 def _elements(spec: OpSpec, size: Size) -> int:
     return sum(math.prod(axes_shape(a.axes, size)) for a in spec.args.values())
+
+
+def content_dtypes(content: Mapping[str, str] | str) -> tuple[str, ...]:
+    """The dtypes that a kind of content is asked in."""
+    kinds = [content] if isinstance(content, str) else content.values()
+    return tuple(d for d in DTYPES if all(d in CONTENT_DTYPES.get(kind, DTYPES) for kind in kinds))
+
+
+def covering(
+    axes: Mapping[str, list[Any]], count: int, rng: Any, facts: Callable[[Mapping[str, Any]], tuple[list, list]]
+) -> list[dict[str, Any]]:
+    """`count` rows with a value of each axis: every value comes up where `count` allows, and many pairs of values do.
+
+    facts: what a row shows: (what should come up first of all, what in pairs). Each axis is dealt as often as it goes;
+    then random swaps along an axis are kept as long as they lose nothing.
+    """
+    rows: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, values in axes.items():
+        dealt = (values * count)[:count]
+        rng.shuffle(dealt)
+        for row, value in zip(rows, dealt, strict=True):
+            row[name] = value
+    shown = [facts(row) for row in rows]
+
+    def score() -> int:
+        pairs = {pair for _, values in shown for pair in combinations(values, 2)}
+        return 1000 * len({must for musts, _ in shown for must in musts}) + len(pairs)
+
+    best, names = score(), [name for name, values in axes.items() if len(values) > 1]
+    for _ in range(SWAPS if count > 1 else 0):
+        name, (i, j) = rng.choice(names), rng.sample(range(count), 2)
+        kept = shown[i], shown[j]
+        rows[i][name], rows[j][name] = rows[j][name], rows[i][name]
+        shown[i], shown[j] = facts(rows[i]), facts(rows[j])
+        if (now := score()) >= best:
+            best = now
+        else:
+            rows[i][name], rows[j][name] = rows[j][name], rows[i][name]
+            shown[i], shown[j] = kept
+    return rows
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------
@@ -314,18 +425,23 @@ def _axis(axis: str) -> tuple[str, int]:
 def strides_of(shape: tuple[int, ...], layout: str) -> tuple[tuple[int, ...], int]:
     """Strides and storage offset, in elements, of a shape in a storage layout.
 
-    contiguous: as torch.empty makes it. transposed: the last two axes stored swapped, a Linear's weight.t(). heads:
-    (batch, heads, seq, dim) stored as (batch, seq, heads, dim). padded: rows cut out of a wider tensor, 16-byte
-    aligned. odd: the same at an odd element, aligned to one element only.
+    contiguous: as torch.empty makes it. transposed: the last two axes stored swapped, a Linear's weight.t(). swapped:
+    the first two of several, x.transpose(0, 1). heads: (batch, heads, seq, dim) stored as (batch, seq, heads, dim).
+    padded: rows cut out of a wider tensor, 16-byte aligned. odd: the same at an odd element, aligned to one element
+    only. stepped: every second element of a row, x[..., ::2]. expanded: the first axis repeats, x[:1].expand(n, ...).
     """
     order = list(range(len(shape)))
     if layout == "transposed" and len(shape) >= 2:
         order[-2:] = order[-1], order[-2]
     elif layout == "heads" and len(shape) == 4:
         order = [0, 2, 1, 3]
+    elif layout == "swapped" and len(shape) >= 3:
+        order[:2] = 1, 0
     pad, offset = {"padded": (16, 8), "odd": (3, 1)}.get(layout, (0, 0))
-    strides, step = [0] * len(shape), 1
+    strides, step = [0] * len(shape), 2 if layout == "stepped" else 1
     for position, axis in enumerate(reversed(order)):
         strides[axis] = step
         step *= max(shape[axis], 1) + (pad if position == 0 else 0)
+    if layout == "expanded" and shape:
+        strides[0] = 0
     return tuple(strides), offset

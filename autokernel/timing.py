@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autokernel.gpu import Calibration, GpuSpec, floor_seconds
 from autokernel.judge import Bench, Limits, ask_once, values_compared
-from autokernel.spec import Case
+from autokernel.spec import Case, content_dtypes
 from autokernel.worker import Worker
 
 REPETITIONS = (12, 40)  # fewest and most timed repetitions of a size
@@ -252,10 +252,11 @@ def _between(bench: Bench, case: Case, varied: Sequence[Case], slow: bool) -> li
     So a kernel that handles only easy numbers or the usual options at the timed sizes is found out: it cannot tell
     which calls are timed.
     """
-    contents, dice = list(bench.spec.stability.values()), random.SystemRandom()
+    dice = random.SystemRandom()
+    contents = [c for c in bench.spec.stability.values() if case.dtype in content_dtypes(c)]
     if slow:  # Triton's interpreter, in which another option may take a thousand times as long
-        contents, varied = dice.sample(contents, min(2, len(contents))), [v for v in varied if not v.scalars]
-        varied = dice.sample(varied, min(1, len(varied)))
+        contents = dice.sample(contents, min(2, len(contents)))
+        varied = [replace(v, scalars=case.scalars) for v in dice.sample(varied, min(1, len(varied)))]
     return [replace(case, stage="numerical_stability", content=content) for content in contents] + list(varied)
 
 

@@ -96,7 +96,8 @@ def test_an_inaccurate_pytorch_does_not_fail_a_better_kernel():
 def test_float32_tolerance_grows_with_the_sum_and_tf32_needs_leave():
     ref = torch.randn(1000, dtype=torch.float64)
     off = (ref * (1 + 5e-5)).float()
-    assert not compare(off, ref).ok and compare(off, ref, depth=16384 * 100).ok
+    assert not compare(off, ref).ok and not compare(off, ref, depth=16384 * 100).ok  # however long the sum
+    assert compare((ref * (1 + 1.5e-5)).float(), ref, depth=65536).ok
     tf32 = (ref * (1 + 5e-4)).float()
     assert not compare(tf32, ref, ref.float()).ok
     assert compare(tf32, ref, ref.float(), allow_tf32=True).ok
@@ -110,6 +111,26 @@ def test_rows_are_judged_on_their_own_scale():
     assert compare(noisy.half(), ref).ok
     noisy[50, 3] = 0.0
     assert not compare(noisy.half(), ref).ok
+
+
+def test_each_element_by_itself_where_nothing_cancels():
+    ref = torch.tensor([[1.0, 1e-4, 1e-30, 1e-45]], dtype=torch.float64)
+    assert compare(ref.float(), ref, by_element=0.02).ok
+    for value in (0.0, 0.97e-30, 1.1e-30):
+        out = ref.float()
+        out[0, 2] = value
+        assert compare(out, ref).ok
+        assert "1 elements off by more than 2.0e-02" in compare(out, ref, by_element=0.02).reason
+    out = ref.float()
+    out[0, 3] = 0.0  # below what the dtype has all digits for
+    assert compare(out, ref, by_element=0.02).ok
+
+
+def test_float32_digits_lost_to_the_length_of_a_sum_are_seen():
+    ref, depth = torch.randn(100, dtype=torch.float64), 4 << 20
+    usual = (ref * (1 + torch.randn(100) * 7e-8)).float()
+    assert compare((ref * (1 + torch.randn(100) * 1e-6)).float(), ref, usual, depth=depth).ok  # 4096 in each of 1024
+    assert not compare((ref * (1 + torch.randn(100) * 2e-5)).float(), ref, usual, depth=depth).ok
 
 
 def test_shape_and_scalars():

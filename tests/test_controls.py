@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 import reference
 from autokernel import ops
 from autokernel.judge import Bench
-from autokernel.spec import DTYPES, Case
+from autokernel.spec import DTYPES, Case, content_dtypes
 
 CPU = torch.device("cpu")
 
@@ -131,20 +133,25 @@ def test_half_precision_accumulation_fails(op, size, dtype):
     assert any(refused)
 
 
-def honest(op: str, inputs: dict) -> torch.Tensor:
+def honest(op: str, inputs: dict, **scalars) -> torch.Tensor:
     """float32 arithmetic, rounded once at the end; the intermediate of the MLP in the input's dtype."""
     floats = {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
     if op == "fused_mlp":
-        h = torch.nn.functional.silu(floats["x"] @ floats["w_gate"]) * (floats["x"] @ floats["w_up"])
+        activate = reference.ACTIVATIONS[scalars.get("activation", "silu")]
+        h = activate(floats["x"] @ floats["w_gate"]) * (floats["x"] @ floats["w_up"])
         return h.to(inputs["x"].dtype).float() @ floats["w_down"]
-    return getattr(reference, op)(**floats)
+    return getattr(reference, op)(**floats, **scalars)
 
 
-CONTENTS = [(op, name) for op in ops.names() for name in ops.get(op).stability]
+CONTENTS = [
+    (op, name, dtype)
+    for op in ops.names()
+    for name, content in ops.get(op).stability.items()
+    for dtype in content_dtypes(content)
+]
 
 
-@pytest.mark.parametrize("op,content", CONTENTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op,content,dtype", CONTENTS)
 def test_accurate_kernels_pass_on_hard_content(op, content, dtype):
     for _ in range(3):
         inputs, _, verdict = question(op, "small", dtype, content=ops.get(op).stability[content])
@@ -156,3 +163,13 @@ def test_accurate_kernels_pass_on_hard_content(op, content, dtype):
 def test_accurate_kernels_pass_at_every_shape(op, size, dtype):
     inputs, _, verdict = question(op, size, dtype)
     assert not verdict(honest(op, inputs)).reason
+
+
+@pytest.mark.parametrize("op", ops.names())
+def test_accurate_kernels_pass_whatever_is_drawn(op):
+    spec, bench = ops.get(op), Bench(ops.get(op), CPU)
+    for case in spec.cases(False, set(spec.optional_names()), random.Random()):
+        layout = bench.layout(case)
+        private = bench.draw(case, layout)
+        out = honest(op, layout.views(private), **case.scalars).to(layout.outputs[0].dtype)
+        assert not bench.judged(case, layout, private, out).reason, case.label

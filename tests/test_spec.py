@@ -10,7 +10,7 @@ import torch
 
 from autokernel import ops
 from autokernel.inputs import CONTENTS, fill, fresh_generator
-from autokernel.spec import STAGES, Case, SpecError, axes_shape, strides_of
+from autokernel.spec import STAGES, Case, SpecError, axes_shape, content_dtypes, strides_of
 from autokernel.worker import Layout
 
 
@@ -30,14 +30,15 @@ def test_every_size_is_complete_and_binds_back(op):
     spec = ops.get(op)
     rng = random.Random(0)
     sizes = [*spec.shapes.values(), *spec.edges.values(), *spec.cpu_shapes.values(), *spec.cpu_edges.values()]
-    sizes += [spec.hidden(rng, on_gpu) for on_gpu in (True, False) for _ in range(50)]
+    sizes += [hidden(rng, on_gpu) for hidden in spec.hidden.values() for on_gpu in (True, False) for _ in range(20)]
     for size in sizes:
         case = Case("any", "shape_sweep", size, "bf16")
         shapes = {name: tensor.shape for name, tensor in spec.tensors(case).items()}
         bound = spec.bind(shapes)
         assert all(axes_shape(a.axes, bound) == shapes[n] for n, a in spec.args.items())
         assert spec.output(case).dtype == (torch.float32 if op == "cross_entropy" else torch.bfloat16)
-        assert spec.flops(size, spec.scalars) >= 0 and spec.bytes_moved(case) > 0
+        empty = any(0 in shape for shape in shapes.values())
+        assert spec.flops(size, spec.scalars) >= 0 and (spec.bytes_moved(case) > 0 or empty)
     assert {"small", "medium", "large"} <= set(spec.shapes) and set(spec.timed) <= set(spec.cpu_shapes)
 
 
@@ -84,6 +85,27 @@ def test_layouts():
     assert strides_of((2, 3, 5, 7), "heads") == ((105, 7, 21, 1), 0)
     assert strides_of((3, 4), "padded") == ((20, 1), 8)
     assert strides_of((3, 4), "odd") == ((7, 1), 1)
+    assert strides_of((2, 3, 5), "swapped") == ((5, 10, 1), 0)
+    assert strides_of((3, 4), "stepped") == ((8, 2), 0) and strides_of((3,), "stepped") == ((2,), 0)
+    assert strides_of((3, 4), "expanded") == ((0, 1), 0)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("op", ops.names())
+def test_every_value_of_every_axis_is_drawn_in_every_run(op, on_gpu):
+    spec = ops.get(op)
+    for seed in range(5):
+        cases = spec.cases(on_gpu, set(spec.optional_names()), random.Random(seed))
+        drawn = [c for c in cases if not isinstance(c.layout, str)]
+        assert {c.name.split()[0] for c in drawn} >= set(spec.hidden)
+        for name, values in spec.options.items():
+            assert {c.scalars.get(name) for c in drawn if c.dtype == "fp32"} >= set(values)
+        for name, arg in spec.args.items():
+            shown = {c.layout[name] for c in drawn if name in c.layout and not spec.tensors(c)[name].plain}
+            assert shown == set(arg.layouts)
+        layouts = [tuple(c.layout.values()) for c in drawn if len(c.layout) > 1]
+        if layouts and min(len(arg.layouts) for arg in spec.args.values() if arg.layouts) > 2:
+            assert sum(len(set(each)) > 1 for each in layouts) >= 3  # to each its own
 
 
 def test_cases_cover_the_stages_and_skip_options_that_the_kernel_lacks():
@@ -91,13 +113,13 @@ def test_cases_cover_the_stages_and_skip_options_that_the_kernel_lacks():
     every = spec.cases(True, {"causal", "sm_scale"}, random.Random(1))
     assert [s for s in STAGES if any(c.stage == s for c in every)] == list(STAGES)
     assert {c.dtype for c in every if c.stage == "shape_sweep"} == {"fp16", "bf16", "fp32"}
-    assert {"causal": False} in [c.scalars for c in every]
+    assert any(c.scalars.get("causal") is False for c in every)
     assert all(not c.scalars for c in spec.cases(True, set(), random.Random(1)))
     without = ops.get("matmul").cases(True, set(), random.Random(1))
     assert all(c.omit == ("bias",) for c in without)
 
 
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("content", sorted(CONTENTS.keys() - {"near_eps"}))
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_contents_are_fresh_finite_and_stay_in_their_tensor(content, dtype):
     spec = ops.get("softmax")
@@ -108,7 +130,8 @@ def test_contents_are_fresh_finite_and_stay_in_their_tensor(content, dtype):
     for _ in range(2):
         fill(spec, case, layout.views(region), fresh_generator(torch.device("cpu")))
         draws.append(layout.views(region)["x"].clone())
-    assert not draws[0].isnan().any() and (content == "masked" or draws[0].isfinite().all())
-    assert content == "zeros" or not torch.equal(*draws)
+    known = dtype in content_dtypes(content) and content not in ("masked", "infinite")
+    assert not draws[0].isnan().any() and (not known or draws[0].isfinite().all())
+    assert content == "zeros" or dtype not in content_dtypes(content) or not torch.equal(*draws)
     layout.views(region)["x"].zero_()
     assert not region.any()  # nothing was written beside the view

@@ -47,12 +47,33 @@ def row_edges(
     return {name: size(*ROW_EDGES[name][0 if on_gpu else 1]) for name in names.split()} | more
 
 
-def row_hidden(size: Callable[[int, int], Size]) -> Callable[[Random, bool], Size]:
-    return lambda rng, on_gpu: size(rng.randint(1, 600 if on_gpu else 9), rng.randint(2, 9000 if on_gpu else 700))
+Hidden = dict[str, Callable[[Random, bool], Size]]
 
 
-def by_shape(*shape: int) -> Size:
-    return {"shape": shape}
+def odd_or_even(rng: Random, top: int) -> int:
+    """1 ... top; every second time a multiple of 16, for which kernels have paths of their own."""
+    return rng.randint(1, top) if top < 32 or rng.random() < 0.5 else 16 * rng.randint(1, top // 16)
+
+
+def row_hidden(size: Callable[[Any, int], Size], axes: str = "three four two") -> Hidden:
+    """Hidden sizes of an operator that works along rows, with one to four axes before them, and with no rows at all."""
+
+    def rows(count: int) -> Callable[[Random, bool], Size]:
+        top = {1: (600, 9), 2: (24, 4), 3: (8, 3), 4: (5, 2)}[count]
+        return lambda rng, on_gpu: size(
+            tuple(rng.randint(1 + (count > 1), top[not on_gpu]) for _ in range(count)),
+            odd_or_even(rng, 9000 if on_gpu else 700 // count),
+        )
+
+    kinds = {"two": rows(1), "three": rows(2), "four": rows(3), "five": rows(4)}
+    return {f"{k}_axes": kinds[k] for k in axes.split() if k in kinds} | {
+        "no_rows": lambda rng, on_gpu: size((0,), rng.randint(1, 99))
+    }
+
+
+def by_shape(*shape: Any) -> Size:
+    """by_shape(2, 3), by_shape((2,), 3) -> {"shape": (2, 3)}"""
+    return {"shape": tuple(n for part in shape for n in (part if isinstance(part, tuple) else (part,)))}
 
 
 def rows_dim(rows: int | tuple[int, ...], dim: int) -> Size:
@@ -68,7 +89,11 @@ def norm_edges(on_gpu: bool) -> dict[str, Size]:
     return row_edges(rows_dim, on_gpu, "one narrow off_grid 4097 50257", three_axes=rows_dim((2, 3, 5), 77))
 
 
-NORM_CONTENTS = contents("x", "large near_max offset wide spike needle swamp constant_rows tiny zeros")
+NORM_CONTENTS = contents(
+    "x", "large uneven_rows near_max offset wide spike needle swamp constant_rows zeros infinite"
+)
+NORM_LAYOUTS = ("padded", "odd", "transposed", "swapped", "stepped", "expanded")
+VECTOR_LAYOUTS = ("stepped", "odd", "expanded")
 
 
 # ---- ... and matchers -------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ def _loss(node):
 SPEC = OpSpec(
     name="cross_entropy",
     args={
-        "logits": arg("rows", "vocab", layouts=("padded", "odd")),
-        "targets": arg("rows", dtype="int64", draw="index", below="vocab"),
+        "logits": arg("rows", "vocab", layouts=("padded", "odd", "transposed", "stepped", "expanded")),
+        "targets": arg("rows", dtype="int64", draw="index", below="vocab", layouts=("stepped", "odd", "expanded")),
     },
     reference=reference.cross_entropy,
     baseline=lambda logits, targets: F.cross_entropy(logits, targets),
@@ -58,12 +58,13 @@ SPEC = OpSpec(
     out=(),
     out_dtype="float32",
     tolerance=0.4,  # a mean of logarithms: float32 gives 1e-7, one missing block of a row already 1e-5
-    hidden=row_hidden(_sizes),
+    hidden=row_hidden(lambda rows, vocab: _sizes(*rows, vocab), "two"),
+    drawn_contents=("normal", {"targets": "some_ignored"}),
     depth=lambda s: 1,  # a logarithm forgets the rounding of a long sum
     yardstick=lambda logits, targets: F.cross_entropy(logits.float(), targets),
     stability={
-        **contents("logits", "large near_max offset constant_rows spike swamp_exp tiny"),
-        **contents("targets", "some_ignored"),
+        **contents("logits", "huge near_max offset constant_rows spike swamp_exp"),
+        **contents("targets", "some_ignored all_ignored"),
         "needle": {"logits": "needle", "targets": "one_ignored"},
     },
     sites={"cross_entropy_loss": _loss, "nll_loss_nd": _loss, "nll_loss": _loss},

@@ -1,11 +1,15 @@
-"""Scaled dot-product attention per head: causal or full, grouped key/value heads, any key length."""
+"""Scaled dot-product attention per head: causal or full, grouped key/value heads, any key length.
+
+sm_scale is positive. A scale of 0 or below is left out of the contract: PyTorch's flash kernels mask and take the
+maximum before they scale, so that there, too, it gives NaN.
+"""
 
 import torch
 import torch.nn.functional as F
 
 import reference
 from autokernel.graph import CASTS, RESHAPES, Match, View, name, number, only_user, operand, shape, strip
-from autokernel.ops import contents
+from autokernel.ops import contents, odd_or_even
 from autokernel.spec import OpSpec, arg
 
 
@@ -46,10 +50,17 @@ def _heads(batch, heads, q_len, head_dim, kv_heads=None, kv_len=None):
     }  # fmt: skip
 
 
-def _hidden(rng, on_gpu):
-    top, kv = (700, rng.randint(1, 3)) if on_gpu else (50, 1)
-    lengths = sorted((rng.randint(1, top), rng.randint(1, top)))
-    return _heads(rng.randint(1, 2), kv * rng.randint(1, 3), lengths[0], rng.choice((64, 80, 128)), kv, lengths[1])
+def _hidden(groups=1, q=None, kv=None):
+    """Heads in groups of so many; q, kv: lengths as shares of the longest that there is, or any, both alike."""
+
+    def size(rng, on_gpu):
+        top, kv_heads = (700, rng.randint(2, 3)) if on_gpu else (50, 2 if groups > 1 else 1)
+        lengths = [odd_or_even(rng, top) if share is None else max(1, int(share * top)) for share in (q, kv)]
+        kv_len = lengths[0] if kv is None else lengths[1]
+        head_dim = rng.choice((64, 80, 128) if on_gpu else (16, 64, 80))
+        return _heads(rng.randint(1, 2), kv_heads * groups, lengths[0], head_dim, kv_heads, kv_len)
+
+    return size
 
 
 def _flops(s, scalars):
@@ -63,6 +74,7 @@ def _flops(s, scalars):
     return 4 * s["batch"] * s["heads"] * scores * s["head_dim"]
 
 
+_LAYOUTS = ("heads", "padded", "odd", "transposed", "stepped", "expanded")
 _KV = ("batch", "kv_heads", "kv_len", "head_dim")
 _REPEAT = CASTS | RESHAPES | frozenset("expand unsqueeze repeat_interleave slice".split())
 _PRODUCTS = ("matmul", "bmm")
@@ -150,12 +162,12 @@ def _unscaled(node, scale):
 SPEC = OpSpec(
     name="flash_attention",
     args={
-        "Q": arg("batch", "heads", "q_len", "head_dim", layouts=("heads", "padded")),
-        "K": arg(*_KV, layouts=("heads", "padded")),
-        "V": arg(*_KV, layouts=("heads", "padded")),
+        "Q": arg("batch", "heads", "q_len", "head_dim", layouts=_LAYOUTS),
+        "K": arg(*_KV, layouts=_LAYOUTS),
+        "V": arg(*_KV, layouts=_LAYOUTS),
     },
     scalars={"causal": True, "sm_scale": None},
-    variants=({"causal": False}, {"sm_scale": 0.05}, {"causal": False, "sm_scale": 0.3}),
+    options={"causal": (False,), "sm_scale": (0.05, 0.3)},
     reference=reference.flash_attention,
     baseline=_fastest,
     yardstick=_masked,
@@ -199,11 +211,14 @@ SPEC = OpSpec(
     },
     flops=_flops,
     out=("batch", "heads", "q_len", "head_dim"),
-    hidden=_hidden,
+    hidden={
+        "more_keys": _hidden(3, 0.4, 1.0), "alike": _hidden(), "grouped": _hidden(2),
+        "fewer_keys": _hidden(1, 1.0, 0.4), "no_batch": lambda rng, on_gpu: _heads(0, 2, 7, 64),
+    },
     depth=lambda s: s["kv_len"] + s["head_dim"],
     stability={
         **contents("Q", "x8"), **contents("V", "wide offset"), **contents("Q", "tiny spike"),
-        **contents("K", "loud_rows repeat_rows"),
+        **contents("K", "loud_rows repeat_rows"), "range": {"Q": "huge", "K": "minute", "V": "huge"},
     },  # fmt: skip
     sites={"scaled_dot_product_attention": _sdpa, "softmax": _written_out, "_softmax": _written_out},
     scaled=("batch", "q_len+kv_len"),

@@ -4,7 +4,7 @@ import math
 
 import reference
 from autokernel.graph import CASTS, RESHAPES, Match, name, number, operand, part, shape, strip
-from autokernel.ops import contents
+from autokernel.ops import contents, odd_or_even
 from autokernel.ops.matmul import product
 from autokernel.spec import OpSpec, arg
 
@@ -13,8 +13,12 @@ def _sizes(rows, dim, hidden, out=None):
     return {"rows": rows if isinstance(rows, tuple) else (rows,), "dim": dim, "hidden": hidden, "out": out or dim}
 
 
-def _hidden(rng, on_gpu):
-    return _sizes(*(rng.randint(1, 700 if on_gpu else 60) for _ in range(4)))
+def _hidden(axes, most):
+    def size(rng, on_gpu):
+        rows = tuple(rng.randint(2, most[not on_gpu]) for _ in range(axes))
+        return _sizes(rows, *(odd_or_even(rng, 700 if on_gpu else 60) for _ in range(3)))
+
+    return size
 
 
 _ELEMENTWISE = CASTS | RESHAPES | frozenset(
@@ -79,19 +83,20 @@ def _gated(node):
 
 
 def _weight(fan_in, fan_out):
-    return arg(fan_in, fan_out, scale=lambda s: s[fan_in] ** -0.5, layouts=("transposed", "padded"))
+    layouts = ("transposed", "padded", "odd", "stepped", "expanded")
+    return arg(fan_in, fan_out, scale=lambda s: s[fan_in] ** -0.5, layouts=layouts)
 
 
 SPEC = OpSpec(
     name="fused_mlp",
     args={
-        "x": arg("*rows", "dim", layouts=("padded", "odd")),
+        "x": arg("*rows", "dim", layouts=("padded", "odd", "swapped", "stepped", "expanded")),
         "w_gate": _weight("dim", "hidden"),
         "w_up": _weight("dim", "hidden"),
         "w_down": _weight("hidden", "out"),
     },
     scalars={"activation": "silu"},
-    variants=({"activation": "gelu"}, {"activation": "gelu_tanh"}, {"activation": "relu"}),
+    options={"activation": ("gelu", "gelu_tanh", "relu")},
     reference=reference.fused_mlp,
     baseline=reference.fused_mlp,
     baseline_name="three torch.matmul",
@@ -124,9 +129,14 @@ SPEC = OpSpec(
     },
     flops=lambda s, _: 2 * math.prod((*s["rows"], s["hidden"], 2 * s["dim"] + s["out"])),
     out=("*rows", "out"),
-    hidden=_hidden,
+    hidden={
+        "two_axes": _hidden(1, (700, 60)), "three_axes": _hidden(2, (25, 7)),
+    },  # not without rows: view(*x.shape[:-1], -1), as PyTorch code often ends, means nothing there
     depth=lambda s: s["dim"] + s["hidden"],
-    stability=contents("x", "x8 positive mild spike needle tiny"),
+    stability={
+        **contents("x", "x8 positive mild spike needle"),
+        "uneven": {"x": "uneven", "w_gate": "positive", "w_up": "positive", "w_down": "positive"},
+    },
     sites=dict.fromkeys(("linear", "mm", "matmul"), _gated),
     scaled=("rows",),
 )

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 
 import reference
 from autokernel.graph import Match, View, name, operand, strip
-from autokernel.ops import NORM_CONTENTS, affine_outputs, norm_edges, row_hidden, rows_dim, scaled_by_norm
+from autokernel.ops import (
+    NORM_CONTENTS,
+    NORM_LAYOUTS,
+    VECTOR_LAYOUTS,
+    affine_outputs,
+    norm_edges,
+    row_hidden,
+    rows_dim,
+    scaled_by_norm,
+)
 from autokernel.spec import OpSpec, arg
 
 
@@ -30,12 +39,13 @@ def _written_out(node):
 SPEC = OpSpec(
     name="layernorm",
     args={
-        "x": arg("*rows", "dim", layouts=("padded", "odd", "transposed")),
-        "weight": arg("dim", draw="gain"),
-        "bias": arg("dim"),
+        "x": arg("*rows", "dim", layouts=NORM_LAYOUTS),
+        "weight": arg("dim", draw="gain", layouts=VECTOR_LAYOUTS),
+        "bias": arg("dim", layouts=VECTOR_LAYOUTS),
     },
     scalars={"eps": 1e-5},
-    variants=({"eps": 1e-12}, {"eps": 0.1}),
+    options={"eps": (1e-12, 0.1)},
+    drawn_contents=({"x": "near_eps"}, {"x": "near_eps"}, "normal"),
     reference=reference.layernorm,
     baseline=lambda x, weight, bias, eps=1e-5: F.layer_norm(x, weight.shape, weight, bias, eps),
     baseline_name="F.layer_norm",

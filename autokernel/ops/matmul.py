@@ -7,20 +7,27 @@ import torch.fx as fx
 
 import reference
 from autokernel.graph import Match, View, name, operand, shape
-from autokernel.ops import contents
+from autokernel.ops import VECTOR_LAYOUTS, contents, odd_or_even
 from autokernel.spec import OpSpec, arg
 
 
 def _torch(A, B, bias=None):
-    return torch.matmul(A, B) if bias is None else torch.addmm(bias, A.flatten(0, -2), B).view(*A.shape[:-1], -1)
+    rows = A.flatten(0, -2)
+    return torch.matmul(A, B) if bias is None else torch.addmm(bias, rows, B).view(*A.shape[:-1], B.shape[1])
 
 
 def _mnk(m, n, k):
     return {"rows": m if isinstance(m, tuple) else (m,), "N": n, "K": k}
 
 
-def _hidden(rng, on_gpu):
-    return _mnk(*(rng.randint(1, 1500 if on_gpu else 90) for _ in range(3)))
+def _hidden(axes, most):
+    """A with so many axes before the last, each up to most[0] on a GPU and most[1] elsewhere."""
+
+    def size(rng, on_gpu):
+        rows = tuple(rng.randint(2, most[not on_gpu]) for _ in range(axes))
+        return _mnk(rows, *(odd_or_even(rng, 1500 if on_gpu else 90) for _ in range(2)))
+
+    return size
 
 
 def product(node: fx.Node) -> tuple[View, View, fx.Node | None, tuple] | None:
@@ -53,9 +60,9 @@ def _product(node):
 SPEC = OpSpec(
     name="matmul",
     args={
-        "A": arg("*rows", "K", layouts=("padded", "transposed", "odd")),
-        "B": arg("K", "N", layouts=("transposed", "padded", "odd")),
-        "bias": arg("N", optional=True),
+        "A": arg("*rows", "K", layouts=("padded", "transposed", "odd", "swapped", "stepped", "expanded")),
+        "B": arg("K", "N", layouts=("transposed", "padded", "odd", "stepped", "expanded")),
+        "bias": arg("N", optional=True, layouts=VECTOR_LAYOUTS),
     },
     reference=reference.matmul,
     baseline=_torch,
@@ -100,14 +107,18 @@ SPEC = OpSpec(
     },
     flops=lambda s, _: 2 * math.prod((*s["rows"], s["N"], s["K"])),
     out=("*rows", "N"),
-    hidden=_hidden,
+    hidden={
+        "three_axes": _hidden(2, (40, 9)), "two_axes": _hidden(1, (1500, 90)), "four_axes": _hidden(3, (12, 4)),
+        "no_rows": lambda rng, on_gpu: _mnk(0, rng.randint(1, 99), rng.randint(1, 99)),
+    },
     depth=lambda s: s["K"],
     stability={
         "positive": "positive",
         "large": {"A": "large", "B": "tiny"},
         **contents("A", "wide"),
         "cancel": {"A": "cancel", "B": "repeat"},
-        **contents("A", "spike near_max needle tiny"),
+        "uneven": {"A": "uneven", "B": "uneven_columns", "bias": "zeros"},
+        **contents("A", "spike near_max needle infinite"),
     },
     exact="ints",
     sites=dict.fromkeys(("linear", "addmm", "mm", "matmul", "mv", "bmm", "baddbmm"), _product),

@@ -6,7 +6,7 @@ import torch
 
 import reference
 from autokernel.graph import Match, View, operand, shape
-from autokernel.ops import by_shape, contents, last, row_edges, row_hidden
+from autokernel.ops import NORM_LAYOUTS, by_shape, contents, last, row_edges, row_hidden
 from autokernel.spec import OpSpec, arg
 
 
@@ -28,9 +28,9 @@ def _sum(node):
 
 SPEC = OpSpec(
     name="reduce",
-    args={"x": arg("*shape", layouts=("transposed", "padded", "odd"))},
+    args={"x": arg("*shape", layouts=NORM_LAYOUTS)},
     scalars={"dim": -1},
-    variants=({"dim": 0}, {"dim": 1}, {"dim": -2}),
+    options={"dim": (0, 1, -2)},
     reference=reference.reduce,
     baseline=lambda x, dim=-1: torch.sum(x, dim),
     baseline_name="torch.sum",
@@ -43,7 +43,9 @@ SPEC = OpSpec(
         "vocab_50257": by_shape(1024, 50257),
         "tokens": by_shape(8, 512, 768),
     },
-    edges=row_edges(by_shape, True, vector=by_shape(129), four_axes=by_shape(2, 3, 5, 77)),
+    edges=row_edges(
+        by_shape, True, vector=by_shape(129), four_axes=by_shape(2, 3, 5, 77), million=by_shape(32, 1 << 20)
+    ),
     cpu_shapes={
         "small": by_shape(16, 128),
         "medium": by_shape(16, 1000),
@@ -55,9 +57,9 @@ SPEC = OpSpec(
     ),
     flops=lambda s, _: math.prod(s["shape"]),
     out=_out,
-    hidden=row_hidden(by_shape),
+    hidden=row_hidden(by_shape, "three four five two"),
     depth=lambda s: max(s["shape"]),
-    stability=contents("x", "positive mild wide cancel spike needle near_max swamp"),
+    stability=contents("x", "positive mild wide cancel spike needle near_max swamp uneven infinite"),
     exact="ints",
     sites={"sum": _sum},
     scaled=("shape",),

@@ -6,7 +6,16 @@ import torch.nn.functional as F
 
 import reference
 from autokernel.graph import Match, View, operand, strip
-from autokernel.ops import NORM_CONTENTS, affine_outputs, norm_edges, row_hidden, rows_dim, scaled_by_norm
+from autokernel.ops import (
+    NORM_CONTENTS,
+    NORM_LAYOUTS,
+    VECTOR_LAYOUTS,
+    affine_outputs,
+    norm_edges,
+    row_hidden,
+    rows_dim,
+    scaled_by_norm,
+)
 from autokernel.spec import OpSpec, arg
 
 
@@ -29,9 +38,10 @@ def _written_out(node):
 
 SPEC = OpSpec(
     name="rmsnorm",
-    args={"x": arg("*rows", "dim", layouts=("padded", "odd", "transposed")), "weight": arg("dim", draw="gain")},
+    args={"x": arg("*rows", "dim", layouts=NORM_LAYOUTS), "weight": arg("dim", draw="gain", layouts=VECTOR_LAYOUTS)},
     scalars={"eps": 1e-6},
-    variants=({"eps": 1e-5}, {"eps": 0.1}),
+    options={"eps": (1e-5, 1e-12, 0.1)},
+    drawn_contents=({"x": "near_eps"}, {"x": "near_eps"}, "normal"),
     reference=reference.rmsnorm,
     baseline=lambda x, weight, eps=1e-6: F.rms_norm(x, weight.shape, weight, eps),
     baseline_name="F.rms_norm",
@@ -57,6 +67,7 @@ SPEC = OpSpec(
     out=("*rows", "dim"),
     hidden=row_hidden(rows_dim),
     depth=lambda s: s["dim"],
+    by_element=0.02,  # products only: no element is small by cancellation
     stability=NORM_CONTENTS,
     sites={"rms_norm": _fused, "rsqrt": _written_out, "sqrt": _written_out, "pow": _written_out},
     scaled=("rows",),

@@ -17,9 +17,12 @@ def _sizes(batch, seq, head_dim):
     return {"batch": batch, "seq": seq, "head_dim": head_dim}
 
 
-def _hidden(rng, on_gpu):
-    top = 300 if on_gpu else 20
-    return _sizes((rng.randint(1, 2), rng.randint(1, 5)), rng.randint(1, top), 2 * rng.randint(1, 100))
+def _hidden(axes):
+    def size(rng, on_gpu):
+        batch = tuple(rng.randint(2, 5 if on_gpu else 3) for _ in range(axes))
+        return _sizes(batch, rng.randint(1, 300 if on_gpu else 20), 2 * rng.randint(1, 100))
+
+    return size
 
 
 _STEPS = CASTS | RESHAPES | frozenset("neg add sub mul cat stack view_as_real unsqueeze".split())
@@ -96,15 +99,17 @@ def _table(view, axis, rank, width, interleaved):
     return view.then("slice.Tensor", -1, 0, width, 2) if interleaved else view.then("slice.Tensor", -1, 0, width // 2)
 
 
+_TABLES = ("padded", "odd", "transposed", "stepped", "expanded")  # halves of wider tables, of each angle twice
+
 SPEC = OpSpec(
     name="rotary_embedding",
     args={
-        "x": arg("*batch", "seq", "head_dim", layouts=("heads", "padded", "odd")),
-        "cos": arg("seq", "head_dim/2", draw="unit"),
-        "sin": arg("seq", "head_dim/2", draw="unit"),
+        "x": arg("*batch", "seq", "head_dim", layouts=("heads", "padded", "odd", "swapped", "stepped", "expanded")),
+        "cos": arg("seq", "head_dim/2", draw="unit", layouts=_TABLES),
+        "sin": arg("seq", "head_dim/2", draw="unit", layouts=_TABLES),
     },
     scalars={"interleaved": True},
-    variants=({"interleaved": False},),
+    options={"interleaved": (False,)},
     reference=reference.rotary_embedding,
     baseline=reference.rotary_embedding,
     baseline_name="PyTorch eager",
@@ -139,11 +144,14 @@ SPEC = OpSpec(
     },
     flops=lambda s, _: 3 * math.prod(s["batch"]) * s["seq"] * s["head_dim"],  # 4 products and 2 sums a pair
     out=("*batch", "seq", "head_dim"),
-    hidden=_hidden,
+    hidden={
+        "four_axes": _hidden(2), "three_axes": _hidden(1), "two_axes": _hidden(0), "five_axes": _hidden(3),
+        "no_positions": lambda rng, on_gpu: _sizes((2, 3), 0, 2 * rng.randint(1, 100)),
+    },
     depth=lambda s: 2,
     yardstick=_in_float32,
     rms_factor=1.2,  # nothing is summed: products rounded to the dtype would already make 1.4
-    stability=contents("x", "large offset wide tiny zeros"),
+    stability=contents("x", "large uneven_rows offset wide zeros"),
     sites={"cat": _rotation, "stack": _rotation, "view_as_real": _rotation},
     scaled=("seq",),
 )

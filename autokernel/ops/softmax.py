@@ -6,7 +6,7 @@ import torch
 
 import reference
 from autokernel.graph import CASTS, Match, View, name, only_user, operand, strip
-from autokernel.ops import by_shape, contents, last, row_edges, row_hidden
+from autokernel.ops import NORM_LAYOUTS, by_shape, contents, last, row_edges, row_hidden
 from autokernel.spec import OpSpec, arg
 
 
@@ -31,9 +31,9 @@ def _written_out(node):
 
 SPEC = OpSpec(
     name="softmax",
-    args={"x": arg("*shape", layouts=("transposed", "padded", "odd"))},
+    args={"x": arg("*shape", layouts=NORM_LAYOUTS)},
     scalars={"dim": -1},
-    variants=({"dim": 0}, {"dim": 1}, {"dim": -2}),
+    options={"dim": (0, 1, -2)},
     reference=reference.softmax,
     baseline=lambda x, dim=-1: torch.softmax(x, dim),
     baseline_name="torch.softmax",
@@ -59,9 +59,12 @@ SPEC = OpSpec(
     ),
     flops=lambda s, _: 5 * math.prod(s["shape"]),  # maximum, subtract, exp, sum, divide: one each
     out=("*shape",),
-    hidden=row_hidden(by_shape),
+    hidden=row_hidden(by_shape, "three four five two"),
     depth=lambda s: max(s["shape"]),
-    stability=contents("x", "large near_max offset constant_rows masked spike needle outliers swamp_exp tiny"),
+    by_element=0.02,  # a logarithm may follow: small probabilities count
+    stability=contents(
+        "x", "large huge near_max offset constant_rows masked spike needle outliers swamp_exp spread infinite"
+    ),
     sites={"softmax": _fused, "_softmax": _fused, "exp": _written_out},
     scaled=("shape",),
 )

@@ -245,6 +245,8 @@ def kernel_fn(logits, targets):
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     n_rows, vocab = logits.shape
+    if n_rows == 0:  # the mean of nothing
+        return torch.full((), torch.nan, device=logits.device)
     losses = torch.empty(n_rows + 1, dtype=torch.float32, device=logits.device)
     out = losses.new_empty(())
     launcher = getattr(compiled(), f"cross_entropy_{SUFFIX[logits.dtype]}")

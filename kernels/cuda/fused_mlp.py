@@ -341,6 +341,7 @@ def kernel_fn(x, w_gate, w_up, w_down, activation="silu"):
     if x.dtype != torch.float32:
         a, w_gate, w_up, w_down = tma_rows(a), weight(w_gate), weight(w_up), weight(w_down)
     if w_up.stride() != w_gate.stride():
+        w_gate = w_gate.contiguous() if 0 in w_gate.stride() else w_gate  # expanded: a copy of it cannot be written
         w_up = torch.empty_strided(w_gate.shape, w_gate.stride(), dtype=x.dtype, device=x.device).copy_(w_up)
     product = x.new_empty((a.shape[0], (hidden + 7) // 8 * 8))  # rows of 16 bytes for TMA
     compiled().fused_mlp(

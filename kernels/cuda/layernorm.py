@@ -191,7 +191,8 @@ layernorm_rows(const T* __restrict__ x, const T* __restrict__ weight, const T* _
     });
     const float mean = sum / fmaxf(n, 1.f);
     const Moments total = row_reduce({n, n > 0.f ? shift - origin + mean : 0.f, squares - sum * mean}, cluster);
-    const float scale = rsqrtf(fmaxf(total.m2, 0.f) / n_cols + eps), offset = -total.mean * scale;
+    const float m2 = total.m2 < 0.f ? 0.f : total.m2;    // fmaxf would make 0 of a NaN, which an infinite x must give
+    const float scale = rsqrtf(m2 / n_cols + eps), offset = -total.mean * scale;
 
     T* out_row = out + row * n_cols;
     mine.visit([&](auto column, const auto& v) {
