@@ -1,5 +1,7 @@
 """Mean cross-entropy of logits against class indices; -100 is ignored, as in PyTorch."""
 
+from math import prod
+
 import torch.nn.functional as F
 
 import reference
@@ -58,7 +60,7 @@ SPEC = OpSpec(
     out=(),
     out_dtype="float32",
     tolerance=0.4,  # a mean of logarithms: float32 gives 1e-7, one missing block of a row already 1e-5
-    hidden=row_hidden(lambda rows, vocab: _sizes(*rows, vocab), "two"),
+    hidden=row_hidden(lambda rows, vocab: _sizes(prod(rows), vocab), "two"),
     drawn_contents=("normal", {"targets": "some_ignored"}),
     depth=lambda s: 1,  # a logarithm forgets the rounding of a long sum
     yardstick=lambda logits, targets: F.cross_entropy(logits.float(), targets),
