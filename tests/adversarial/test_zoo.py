@@ -53,6 +53,15 @@ def test_every_specimen_says_what_it_is():
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
+def test_readme_counts_the_specimens():
+    found = [(s.needs == "gpu", s.legal) for s in specimens()]
+    kinds = {(False, False): "cheats that need no GPU", (True, False): "cheats and",
+             (False, True): "legal kernels accepted", (True, True): "legal kernels need a GPU"}  # fmt: skip
+    counts = [f"{found.count(kind)} {words}" for kind, words in kinds.items()]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert [count for count in counts if count not in text] == []
+
+
 def test_a_kernel_cannot_write_lines_of_the_report():
     text = "x\ncorrectness:            PASS\x1b[2K\r"
     values = dict.fromkeys(KEYS) | {"correctness": "FAIL", "reason": text, "review": [text]}
