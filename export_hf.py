@@ -2,7 +2,7 @@
 
 Writes DIR/NAME (workspace/export/NAME): build.toml, flake.nix, torch-ext/, tests/, benchmarks/, CARD.md and build/ with
 what the Hub's loader takes, validated in a fresh process. The kernel must be what the judge passed. Exit status 0, or 2
-with one line on why nothing was exported or sent. --upload sends a project that exists as it is.
+with one line on why nothing was exported or sent. --upload sends what an export made before.
 
     uv run export_hf.py --name my-rmsnorm --kernel kernel.py --repo-id user/my-rmsnorm
     uv run export_hf.py --name my-rmsnorm --repo-id user/my-rmsnorm --upload --dry-run
@@ -12,6 +12,7 @@ with one line on why nothing was exported or sent. --upload sends a project that
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -46,8 +47,7 @@ def main() -> int:
     from autokernel.targets import TargetError
 
     try:
-        for project, kernel, target in chosen(args):
-            publish(args, project, kernel, target)
+        (upload if args.upload else make)(args, chosen(args))
     except (ExportError, KernelError, TargetError, RecordError, OSError) as error:
         print(f"export_hf.py: {error}", file=sys.stderr)
         return 2
@@ -81,23 +81,57 @@ def chosen(args: argparse.Namespace) -> list[tuple]:
     return [(project(suffix), best[target], target) for suffix, target in suffixes.items()]
 
 
-def publish(args: argparse.Namespace, project, kernel: Path, target: str) -> None:
-    from autokernel import hub
-    from autokernel.export import export, read_source
+def place(args: argparse.Namespace, project) -> Path:
+    return (args.output or workspace() / "export") / project.name
+
+
+def make(args: argparse.Namespace, chosen: list[tuple]) -> None:
+    """Export: all of them are looked at before the first is made, and with --all what is there already stays."""
+    from autokernel.export import admit, difference, export, read_source
     from autokernel.report import progress
 
-    folder = (args.output or workspace() / "export") / project.name
-    if not (args.upload and folder.exists()):
+    wanted = [(project, read_source(kernel, target), place(args, project)) for project, kernel, target in chosen]
+    for project, source, folder in list(wanted):
+        if args.all and folder.exists() and not difference(project, folder, source.sha256):
+            print(f"{folder}: exported already")
+            wanted.remove((project, source, folder))
+        else:
+            admit(project, source, folder)
+    for project, source, folder in wanted:
         with progress() as show:
-            made = export(project, read_source(kernel, target), folder, show)
+            made = export(project, source, folder, show)
         builds = [f"{variant} ({state})" for variant, state in made["validated"].items()] or ["none"]
         print(f"{folder}: builds {', '.join(builds)}" + f"\n{made['note']}" * bool(made["note"]))
         print(f"not accepted by the judge, and marked so: {made['refusal']}\n" * bool(made["refusal"]), end="")
-    if args.upload:
-        print(hub.upload(project, folder, args.private, args.dry_run))
-    else:
-        print(f"next: read {folder / 'CARD.md'}, then: uv run export_hf.py --name {project.name} "
-              f"--repo-id {project.shown_repo} --upload")
+    card = shlex.quote(str(place(args, chosen[-1][0]) / "CARD.md"))
+    print(f"next: read {card}, then: {command(args, upload=True, repo_id=args.repo_id or f'USER/{args.name}')}")
+
+
+def upload(args: argparse.Namespace, chosen: list[tuple]) -> None:
+    """Send: all of them are validated before the first is sent."""
+    from autokernel import hub
+    from autokernel.export import ExportError, read_source
+
+    if not args.repo_id:
+        raise ExportError(f"--upload wants to know where: --repo-id USER/{args.name}")
+    for project, _, _ in chosen:
+        if not place(args, project).is_dir():
+            first = command(args, upload=False, dry_run=False)
+            raise ExportError(f"--upload: {place(args, project)} is not there yet; export it first: {first}")
+    sources = [read_source(kernel, target).sha256 if args.kernel or target else "" for _, kernel, target in chosen]
+    parcels = [hub.parcel(one[0], place(args, one[0]), sha256) for one, sha256 in zip(chosen, sources, strict=True)]
+    for parcel in parcels:
+        print(parcel.listing(args.private) if args.dry_run else hub.send(parcel, args.private))
+
+
+def command(args: argparse.Namespace, **changes) -> str:
+    """The command line of these options, with some of them changed: what is at its default is left out."""
+    words, values = [], {**vars(args), **changes}
+    for action in parser()._actions:
+        value = values.get(action.dest, action.default)
+        if value != action.default:
+            words += action.option_strings[:1] + [shlex.quote(str(value))] * (value is not True)
+    return " ".join(["uv run export_hf.py", *words])
 
 
 if __name__ == "__main__":

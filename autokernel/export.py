@@ -133,6 +133,53 @@ def _objection(record: Mapping[str, Any]) -> str:
     return "the judge's own files had been changed" if record.get("harness") == "dirty" else ""
 
 
+# ---- what a folder holds ---------------------------------------------------------------------------------------------
+
+
+def read_general(path: Path) -> dict[str, Any]:
+    """The [general] table of a build.toml. Raises ExportError where that cannot be read."""
+    import tomlkit  # of the package `kernels`
+
+    try:
+        return dict(tomlkit.parse(path.read_text("utf-8")).unwrap()["general"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ExportError(f"{path} is no project's build.toml ({' '.join(why.split())}); export anew, with another "
+                          "--output") from None  # fmt: skip
+
+
+def difference(project: Project, folder: Path, sha256: str = "") -> str:
+    """In what an exported folder is another project than this one (of the kernel with this hash), or ""."""
+    _loader()
+    general, cuda = read_general(folder / "build.toml"), folder / cuda_path(project)
+    asked = {"name": project.name, "version": project.version, "license": project.license}
+    asked |= {} if cuda.exists() else {"backends": list(project.backends)}
+    there = (general.get("hub") or {}).get("repo-id")
+    if project.repo_id and there not in (None, project.repo_id):
+        return f"--repo-id {there}, not {project.repo_id}"
+    for key, value in asked.items():
+        if general.get(key) != value:
+            shown = [",".join(v) if isinstance(v, list) else v for v in (general.get(key), value)]
+            return f"--{key} {shown[0]}, not {shown[1]}"
+    kernel = folder / "torch-ext" / project.python_name / "kernel.py"
+    if sha256 and kernel.exists():
+        head = cuda.read_text(errors="replace").partition("\n")[0] if cuda.exists() else ""
+        own = head.rpartition(" ")[2].rstrip(".") if head else hashlib.sha256(kernel.read_bytes()).hexdigest()
+        return "" if own == sha256 else f"another kernel (sha256 {own[:12]}, not {sha256[:12]})"
+    return "" if kernel.exists() else f"no {kernel.relative_to(folder)}"
+
+
+def fingerprint(work: Path, project: str, version: int) -> str:
+    """A hash of a build's sources, part of its id."""
+    python = project.replace("-", "_")
+    found = [*sorted((work / "torch-ext" / python).rglob("*")), work / f"{python}_cuda/{python}.cu",
+             work / "torch-ext/torch_binding.cpp"]  # fmt: skip
+    digest = hashlib.sha256(f"{project} {version}".encode())
+    for file in (f for f in found if f.is_file() and "__pycache__" not in f.parts):
+        digest.update(b"\0%s\0" % str(file.relative_to(work)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 # ---- the project's files ---------------------------------------------------------------------------------------------
 
 
@@ -181,7 +228,13 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     if cuda:
         files["op.py"] = files["op.py"].replace("import os\n", "", 1)
         files["_cuda.py"] = template("cuda.py.in", defines=repr(cuda.defines))
-    return files | ({"layers.py": layers} if layers else {})
+    return files | ({"layers.py": _without_code(layers)} if layers else {})
+
+
+def _without_code(layers: str) -> str:
+    """The docstring's first line alone: its code names a repository, and builds do not change when that is known."""
+    head, code = layers.split('"""', 2)[1:]
+    return f'"""{head.splitlines()[0]}"""{code}'
 
 
 def layers_source(project: Project, spec: OpSpec) -> str:
@@ -421,17 +474,23 @@ def read_source(path: Path, target: str = "") -> KernelSource:
     return source
 
 
+def admit(project: Project, source: KernelSource, output: Path) -> tuple[dict[str, Any], str]:
+    """The judge's record, and why it is none to rely on; raises ExportError where an export would be refused."""
+    if output.exists() or output.is_symlink():
+        raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
+    record, refusal = verdict(source)
+    if refusal and not project.force:
+        raise ExportError(f"{source.path.name} is refused: {refusal}, or export it with --force, which marks the card")
+    return record, refusal
+
+
 def export(project: Project, source: KernelSource, output: Path, progress=lambda text: None) -> dict[str, Any]:
     """Make the project in `output`, which must not exist. Returns what was made; raises ExportError and leaves nothing.
 
     {"folder", "variants", "refusal", "validated": variant -> "passed" or why it was not run, "note"}.
     """
     output = output.absolute()  # its own tests run in it
-    if output.exists():
-        raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
-    record, refusal = verdict(source)
-    if refusal and not project.force:
-        raise ExportError(f"{source.path.name} is refused: {refusal}, or export it with --force, which marks the card")
+    record, refusal = admit(project, source, output)
     _loader()
     cuda = read_cuda(source, cuda_path(project)) if source.backend == "cuda" else None
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -460,16 +519,14 @@ def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -
     backend = "cuda" if cuda else variant.removeprefix("torch-")
     folder, package_folder = work / "build" / variant, work / "torch-ext" / project.python_name
     shutil.copytree(package_folder, folder)
-    inputs = [package_folder, *([work / cuda_path(project)] if cuda else [])]
-    texts = [f.read_bytes() for p in inputs for f in (sorted(p.rglob("*")) if p.is_dir() else [p]) if f.is_file()]
-    unique = hashlib.sha256(b"\0".join([project.name.encode(), b"%d" % project.version, *texts])).hexdigest()[:12]
-    identity = f"_{project.python_name}_{backend}_{unique}"  # two kernels with one id would be one module
-    (folder / "_ops.py").write_text(_namespace(identity, bool(cuda)))
+    # two kernels with one id would be one module
+    own_id = f"_{project.python_name}_{backend}_{fingerprint(work, project.name, project.version)}"
+    (folder / "_ops.py").write_text(_namespace(own_id, bool(cuda)))
     target: dict[str, Any] = {"type": backend}
     if cuda:
-        build_library(work, cuda, cuda_path(project), identity, folder / f"{identity}.abi3.so")
+        build_library(work, cuda, cuda_path(project), own_id, folder / f"{own_id}.abi3.so")
         target["archs"] = [cuda.capability]
-    values = {"name": project.name, "id": identity, "version": project.version, "license": project.license,
+    values = {"name": project.name, "id": own_id, "version": project.version, "license": project.license,
               "python-depends": [], "backend": target}  # fmt: skip
     digest = Digest.hash_variant(DigestAlgorithm.SHA256, folder)
     values["digest"] = {"algorithm": "sha256", "files": digest.files}
@@ -505,10 +562,15 @@ def validate(work: Path, progress=lambda text: None) -> dict[str, str]:
             if metadata.digest is None:
                 raise ValueError(f"{folder.name}/metadata.json has no digest")
             metadata.digest.validate(loader.Digest.hash_variant(metadata.digest.algorithm, folder))
+            if metadata.id.rpartition("_")[2] != fingerprint(work, str(metadata.name), metadata.version):
+                raise ValueError(f"{folder.name} was not built from the sources beside it: they were changed")
             progress(f"testing {folder.name}")
             found[folder.name] = _run_tests(work, folder)
     except (OSError, ValueError, RuntimeError, loader.DigestValidationError) as error:
-        raise error if isinstance(error, ExportError) else ExportError(f"{work.name} is not valid: {error}") from None
+        why = " ".join(str(error).split())[:300]
+        if isinstance(error, ExportError):
+            raise
+        raise ExportError(f"{work.name} is not valid: {why}; export it again, with another --output") from None
     return found
 
 

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +43,19 @@ def python(code: str, cwd: Path, interpret: bool = True, **environment) -> str:
 
 
 @pytest.fixture
+def server(monkeypatch):
+    """A Hub on a loopback port that huggingface_hub in this process talks to, with a token."""
+    server = LoopbackHub()
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
+    template = "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", server.endpoint + template)
+    monkeypatch.setenv("HF_TOKEN", "hf_not_to_be_shown")
+    yield server
+    server.close()
+
+
+@pytest.fixture
 def unchecked(monkeypatch):
     """Exports without the run of their own tests, which one test below makes."""
     monkeypatch.setattr(exporter, "_run_tests", lambda work, folder: "passed")
@@ -50,6 +65,19 @@ def exported(path: Path, folder: Path, name: str = "", backends=("cpu",)) -> Pat
     name = name or f"my-{path.stem.replace('_', '-')}"
     project = Project(name, f"user/my-{path.stem}", backends=backends, force=True)
     return export(project, read_source(path), folder / project.name)["folder"]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(*words) -> (exit status, standard output, standard error) of export_hf.py."""
+    import export_hf
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["export_hf.py", *map(str, words)])
+        status = export_hf.main()
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def judged(path: Path, **values) -> dict:
@@ -65,20 +93,16 @@ def judged(path: Path, **values) -> dict:
     return record
 
 
-def test_command_exports_validates_and_uploads(tmp_path, monkeypatch, capsys):
+def test_command_exports_validates_and_uploads(tmp_path, monkeypatch, command, server):
     """The whole way of one kernel: verdict, export, tests in a fresh process, dry run, upload, get_kernel elsewhere."""
-    import export_hf
-
     kernel = tmp_path / "kernel.py"
     kernel.write_text((ROOT / "kernels/rmsnorm.py").read_text())
     judged(kernel)
-    words = ["export_hf.py", "--name", "my-rms", "--kernel", str(kernel), "--repo-id", "user/my-rms", "--backends",
+    words = ["--name", "my-rms", "--kernel", str(kernel), "--repo-id", "user/my-rms", "--backends",
              "cpu", "--license", "apache-2.0", "--output", str(tmp_path / "out")]  # fmt: skip
 
     def run(*more):
-        monkeypatch.setattr(sys, "argv", [*words, *more])
-        status = export_hf.main()
-        return status, *capsys.readouterr()
+        return command(*words, *more)
 
     status, out, err = run()
     folder = tmp_path / "out/my-rms"
@@ -91,10 +115,6 @@ def test_command_exports_validates_and_uploads(tmp_path, monkeypatch, capsys):
     status, _, err = run()
     assert status == 2 and "exists already" in err and err.count("\n") == 1
 
-    server = LoopbackHub()
-    monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-    monkeypatch.setenv("HF_TOKEN", "hf_not_to_be_shown")
     monkeypatch.setattr(hub, "validate", lambda folder: {"torch-cpu": "passed"})
     status, out, _ = run("--upload", "--dry-run")
     assert status == 0 and "build/torch-cpu/op.py" in out and "README.md" in out and not server.calls
@@ -116,7 +136,127 @@ def test_command_exports_validates_and_uploads(tmp_path, monkeypatch, capsys):
     (folder / "build/torch-cpu/op.py").write_text("changed")
     status, _, err = run("--upload")
     assert status == 2 and "differs" in err and "--version 2" in err and err.count("\n") == 1
-    server.close()
+
+
+@pytest.fixture
+def rms(tmp_path, unchecked, monkeypatch):
+    """An exported RMSNorm whose repository is not yet known, without a run of its tests."""
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text((ROOT / "kernels/rmsnorm.py").read_text())
+    judged(kernel)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return export(Project("my-rms", backends=("cpu",)), read_source(kernel), tmp_path / "out/my-rms")["folder"]
+
+
+RMS = Project("my-rms", "user/my-rms", backends=("cpu",))
+
+
+def test_the_next_command_is_the_one_to_run(tmp_path, unchecked, command):
+    """It names every option that is not at its default; without the folder it says how to make it."""
+    kernel = tmp_path / "a kernel.py"
+    kernel.write_text((ROOT / "kernels/rmsnorm.py").read_text())
+    words = ["--name", "my-rms", "--kernel", kernel, "--version", 3, "--license", "apache-2.0", "--output",
+             tmp_path / "an output", "--backends", "cpu", "--force"]  # fmt: skip
+    status, _, err = command(*words, "--upload")
+    assert status == 2 and "--repo-id USER/my-rms" in err and not (tmp_path / "an output").exists()
+    status, _, err = command(*words, "--upload", "--repo-id", "user/my-rms", "--dry-run")
+    assert status == 2 and "is not there yet" in err and err.count("\n") == 1
+    first = shlex.split(err.partition("export it first: ")[2])[3:]
+    assert first == [*map(str, words[:4]), "--repo-id", "user/my-rms", *map(str, words[4:])]
+    status, out, _ = command(*first)
+    following = shlex.split(out.partition(", then: ")[2])
+    assert status == 0 and following[:3] == ["uv", "run", "export_hf.py"]
+    assert sorted(following[3:]) == sorted([*first, "--upload"])
+    status, out, _ = command(*following[3:], "--dry-run")
+    assert status == 0 and "  v3    build/torch-cpu/metadata.json" in out
+
+
+def test_only_what_the_export_wrote_is_sent(rms, tmp_path):
+    for name in (".env", ".git/config", "notes.txt", "tests/__pycache__/x.pyc", "tests/.pytest_cache/x"):
+        paths.atomic_write(rms / name, b"secret")
+    parcel = hub.parcel(RMS, rms)
+    sent = {name for files in parcel.branches.values() for name in files}
+    assert {"README.md", "build.toml", "flake.nix", "torch-ext/my_rms/op.py", "tests/test_my_rms.py",
+            "benchmarks/benchmark.py", "build/torch-cpu/_ops.py"} <= sent  # fmt: skip
+    assert not any(b"secret" in data for files in parcel.branches.values() for data in files.values())
+    assert parcel.left == [".env", ".git", "notes.txt"] and "not sent: .env, .git, notes.txt" in parcel.listing(False)
+    for name, words in {"tests/link.py": "a link", "torch-ext/.env": "a hidden file", "LICENSE": "a link"}.items():
+        place = rms / name
+        place.write_text("secret") if "hidden" in words else place.symlink_to("/etc/passwd")
+        with pytest.raises(ExportError, match=f"{place} is {words}"):
+            hub.parcel(RMS, rms)
+        place.unlink()
+    (rms / "benchmarks").rename(tmp_path / "away")
+    (rms / "benchmarks").symlink_to(tmp_path / "away")
+    with pytest.raises(ExportError, match="benchmarks is a link"):
+        hub.parcel(RMS, rms)
+
+
+@pytest.mark.parametrize("name, words", [
+    ("torch-ext/my_rms/kernel.py", "not built from the sources"), ("torch-ext/my_rms/new.py", "not built from the"),
+    ("torch-ext/torch_binding.cpp", "not built from"), ("my_rms_cuda/my_rms.cu", "not built from the sources"),
+    ("build/torch-cpu/kernel.py", "is not valid"), ("CARD.md", ""),
+])
+def test_sources_that_were_changed_are_not_sent(rms, name, words):
+    paths.atomic_write(rms / name, (rms / name).read_bytes() + b"\n# mine\n" if (rms / name).exists() else b"")
+    if not words:
+        assert b"# mine" in hub.parcel(RMS, rms).branches["main"]["README.md"]
+        return
+    with pytest.raises(ExportError, match=words) as caught:
+        hub.parcel(RMS, rms)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_repository_of_another_project_is_left_alone(rms, server):
+    server.repos["user/my-rms"] = {"main": {"build.toml": b'[general]\nname = "other"\n'}}
+    with pytest.raises(ExportError, match="holds another project, 'other'"):
+        hub.send(hub.parcel(RMS, rms))
+    assert list(server.repos["user/my-rms"]) == ["main"] and not any("commit" in path for _, path in server.calls)
+    # an older version of this one: what it had and this has not goes, from main and from the branch made of it
+    old = {"build.toml": b'[general]\nname = "my-rms"\n', "torch-ext/my_rms/gone.py": b"", "mine.txt": b"kept"}
+    server.repos["user/my-rms"] = {"main": old}
+    hub.send(hub.parcel(RMS, rms))
+    for files in server.repos["user/my-rms"].values():
+        assert "torch-ext/my_rms/gone.py" not in files and files["mine.txt"] == b"kept"
+    assert "torch-ext/my_rms/op.py" in server.repos["user/my-rms"]["main"]
+
+
+def test_upload_of_a_folder_is_of_the_kernel_that_was_asked_for(rms, tmp_path, command):
+    words = ["--name", "my-rms", "--output", rms.parent, "--backends", "cpu", "--upload", "--dry-run"]
+    words += ["--repo-id", "user/my-rms"]
+    assert command(*words)[0] == command(*words, "--kernel", tmp_path / "kernel.py")[0] == 0
+    status, _, err = command(*words, "--kernel", ROOT / "kernels/cuda/rmsnorm.py")
+    assert status == 2 and "another kernel (sha256" in err and err.count("\n") == 1
+    for more, found in ((["--version", 2], "--version 1, not 2"), (["--license", "isc"], "--license mit, not isc"),
+                        (["--backends", "rocm,cpu"], "--backends cpu, not rocm,cpu")):  # fmt: skip
+        status, _, err = command(*words, *more)
+        assert status == 2 and found in err and err.count("\n") == 1
+
+
+def test_a_repository_named_only_at_the_upload_is_filled_in(rms, server):
+    card = (rms / "CARD.md").read_text() + "my own words\n"
+    (rms / "CARD.md").write_text(card)
+    hub.send(hub.parcel(RMS, rms))
+    main = server.repos["user/my-rms"]["main"]
+    assert main["README.md"].decode() == card.replace("USER/my-rms", "user/my-rms") and "my own words" in card
+    assert not any(b"USER/" in data for files in server.repos["user/my-rms"].values() for data in files.values())
+    (rms / "build.toml").write_bytes(main["build.toml"])
+    assert exporter.read_general(rms / "build.toml")["hub"] == {"repo-id": "user/my-rms"}
+    exporter._loader().Build.open(rms)
+    with pytest.raises(ExportError, match="--repo-id user/my-rms, not other/my-rms"):
+        hub.parcel(replace(RMS, repo_id="other/my-rms"), rms)
+
+
+@pytest.mark.parametrize("name, data, words", [
+    ("CARD.md", None, "CARD.md is missing"), ("build.toml", b"\xff", "no project's build.toml"),
+    ("build.toml", b"[general", "no project's build.toml"), ("build.toml", b"x = 1", "no project's build.toml"),
+    ("build.toml", None, "No such file"), ("torch-ext/my_rms/kernel.py", None, "no torch-ext/my_rms/kernel.py"),
+])
+def test_a_damaged_folder_is_one_line(rms, command, name, data, words):
+    (rms / name).unlink() if data is None else (rms / name).write_bytes(data)
+    status, _, err = command("--name", "my-rms", "--output", rms.parent, "--backends", "cpu", "--upload", "--repo-id",
+                             "user/my-rms")  # fmt: skip
+    assert status == 2 and words in err and err.count("\n") == 1
 
 
 EVERY = """
@@ -196,7 +336,7 @@ def test_transformers_llama_with_the_exported_layers(tmp_path, unchecked):
     server = LoopbackHub()
     for op in ("rmsnorm", "fused_mlp", "rotary_embedding", "flash_attention"):
         folder = exported(ROOT / f"kernels/{op}.py", tmp_path)
-        builds = {name: path.read_bytes() for name, path in hub._files(folder, True).items()}
+        builds = hub.parcel(Project(folder.name, f"user/my-{op}", backends=("cpu",)), folder).branches["v1"]
         server.repos[f"user/my-{op}"] = {"main": {}, "v1": builds}
     assert len(python(LLAMA, tmp_path, HF_ENDPOINT=server.endpoint).splitlines()) == 4
     server.close()
@@ -300,7 +440,7 @@ def test_without_nvcc_the_project_has_no_build(tmp_path, unchecked, monkeypatch)
     found = export(Project("my-rms", "u/my-rms", force=True), read_source(CUDA[6]), tmp_path / "my-rms")
     assert found["variants"] == [] and "nvcc not found" in found["note"] and "kernel-builder" in found["note"]
     with pytest.raises(ExportError, match="has no build to send"):
-        hub.upload(Project("my-rms", "u/my-rms"), tmp_path / "my-rms")
+        hub.parcel(Project("my-rms", "u/my-rms"), tmp_path / "my-rms")
 
 
 @needs_nvcc
@@ -310,10 +450,7 @@ def test_cuda_build_loads_without_a_gpu(tmp_path):
     assert re.fullmatch(r"torch-stable-abi211-cu\d+-\w+-linux", found["variants"][0])
     assert list(found["validated"].values()) == ["not run: no GPU here"]
     with pytest.raises(ExportError, match="not run: no GPU here: upload from a machine that can run it"):
-        (tmp_path / "my-rms/build.toml").write_text(
-            (tmp_path / "my-rms/build.toml").read_text() + '[general.hub]\nrepo-id = "user/my-rms"\n'
-        )
-        hub.upload(Project("my-rms", "user/my-rms"), tmp_path / "my-rms")
+        hub.parcel(Project("my-rms", "user/my-rms"), tmp_path / "my-rms")
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -413,10 +550,7 @@ def test_best_record_and_kept_kernels(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("status, words", [(401, "hf auth login"), (403, "approval"), (404, "check --repo-id"),
                                            (None, "no connection")])
-def test_every_answer_of_the_hub_has_a_remedy(tmp_path, monkeypatch, status, words):
-    server = LoopbackHub()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-    monkeypatch.setenv("HF_TOKEN", "hf_not_to_be_shown")
+def test_every_answer_of_the_hub_has_a_remedy(server, status, words):
     if status:
         server.fail[("POST", "repos/create")] = status
     else:
@@ -425,6 +559,33 @@ def test_every_answer_of_the_hub_has_a_remedy(tmp_path, monkeypatch, status, wor
         with hub._one_line_errors(Project("my-rms", "user/my-rms")):
             hub._send(Project("my-rms", "user/my-rms"), {"v1": {}, "main": {}}, False)
     assert "\n" not in str(caught.value) and "hf_not" not in str(caught.value)
+
+
+def test_what_the_hub_says_and_what_it_does_not(rms, server, monkeypatch):
+    """Its reason for a refusal, an answer that is none, no answer at all, offline mode, a token that cannot be sent."""
+    parcel, create = hub.parcel(RMS, rms), ("POST", "repos/create")
+
+    def told() -> str:
+        with pytest.raises(ExportError) as caught:
+            hub.send(parcel)
+        assert "\n" not in str(caught.value) and "hf_not" not in str(caught.value)
+        return str(caught.value)
+
+    server.fail[create] = lambda h: h.answer({"error": "license\nis unknown, hf_not_to_be_shown"}, 400)
+    assert "answers 400" in told() and "license is unknown, hf_..." in told()
+    server.fail[create] = 413
+    assert "larger than it takes" in told()
+    server.fail[create] = lambda h: h.answer(b"<html>")
+    assert "is no Hub" in told()
+    server.fail[create] = lambda h: h.answer({})
+    assert "is no Hub" in told()
+    monkeypatch.setattr(hub, "SECONDS", 0.2)
+    server.fail[create] = lambda h: time.sleep(0.6) or h.answer({}, 500)
+    assert "no connection" in told() and "Timeout" in told()
+    monkeypatch.setenv("HF_TOKEN", "hf_not_\u00e9")
+    assert "holds a character" in told()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in told()
 
 
 def test_a_tenth_operator_needs_no_change_here(tmp_path, unchecked, monkeypatch):
