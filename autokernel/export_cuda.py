@@ -128,8 +128,8 @@ def _schema(launcher: Launcher) -> str:
     for i, p in enumerate(launcher.arguments):
         kind = kinds.get(p.code, "int")
         if p.code == "P":
-            kind = "Tensor" + ("" if p.const else f"({chr(ord('a') + i)}!)") + "?" * p.optional
-        words.append(f"{kind} {p.name}")
+            kind = "Tensor" + ("" if p.const else f"(a{i}!)") + "?" * p.optional
+        words.append(f"{kind} {p.name}_")  # no word of Python's or the schema's ends so
     return f"launch_{launcher.name}({', '.join(words)}) -> ()"
 
 
@@ -144,7 +144,7 @@ def _function(launcher: Launcher) -> str:
     returns = "void" if launcher.returns == "void" else "int"
     return f"""namespace launchers {{ extern "C" {returns} {launcher.name}({types}); }}
 void launch_{launcher.name}({takes}) {{
-  const int32_t ak_device = device_of("{first}", {first});
+  const int32_t ak_device = device_of("{first}", arg_{first});
   const DeviceGuard ak_guard(ak_device);
   void* const ak_stream = stream_of(ak_device);
   {f"{call};" if returns == "void" else f"const int ak_code = {call};"}
@@ -155,9 +155,10 @@ void launch_{launcher.name}({takes}) {{
 
 
 def _parameter(p: Param) -> str:
+    """Prefixed, so that no name of the source hides one of the binding's."""
     if p.code == "P":
-        return f"std::optional<Tensor> {p.name}" if p.optional else f"const Tensor& {p.name}"
-    return f"{dict.fromkeys('fd', 'double').get(p.code, 'bool' if p.code == '?' else 'int64_t')} {p.name}"
+        return f"std::optional<Tensor> arg_{p.name}" if p.optional else f"const Tensor& arg_{p.name}"
+    return f"{dict.fromkeys('fd', 'double').get(p.code, 'bool' if p.code == '?' else 'int64_t')} arg_{p.name}"
 
 
 def _passed(p: Param) -> str:
@@ -165,10 +166,10 @@ def _passed(p: Param) -> str:
         return "ak_stream"
     if p.code == "P":
         dtype = f"ScalarType::{SCALAR_TYPES[p.dtype]}" if p.dtype else "std::nullopt"
-        return f'address("{p.name}", {p.name}, ak_device, {dtype}, {str(p.strided).lower()})'
+        return f'address("{p.name}", arg_{p.name}, ak_device, {dtype}, {str(p.strided).lower()})'
     if p.code in "fd?":
-        return f"float({p.name})" if p.code == "f" else p.name
-    return f'integer<{p.ctype}>("{p.name}", {p.name})'
+        return f"float(arg_{p.name})" if p.code == "f" else f"arg_{p.name}"
+    return f'integer<{p.ctype}>("{p.name}", arg_{p.name})'
 
 
 # ---- the build ----------------------------------------------------------------------------------------------------

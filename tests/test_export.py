@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("kernels", minversion="0.17.2", reason="uv sync --extra hub --extra models")
 
@@ -19,6 +20,7 @@ from loopback_hub import LoopbackHub  # noqa: E402
 
 from autokernel import export as exporter  # noqa: E402
 from autokernel import export_cuda, hub, ops, paths  # noqa: E402
+from autokernel.cuda_source import parse_launchers  # noqa: E402
 from autokernel.export import ExportError, Project, export, read_source, verdict  # noqa: E402
 from autokernel.source import KernelError, read_kernel  # noqa: E402
 
@@ -367,7 +369,7 @@ BACKEND = "cuda"
 CONFIG = {"TWO": 2}
 CUDA_SRC = r"""
 #include <cmath>
-extern "C" int rms(const float* x /* strided */, const float* weight, const int* none /* optional */, float* out,
+extern "C" int rms(const float* x /* strided */, const float* check, const int* none /* optional */, float* out,
                    unsigned rows, int columns, long long row_stride, float eps, double scale, bool wanted,
                    cudaStream_t stream) {
     if (none || !wanted || TWO != 2 || scale != 0.5 || stream) return 1;
@@ -375,7 +377,7 @@ extern "C" int rms(const float* x /* strided */, const float* weight, const int*
         float sum = 0;
         for (int c = 0; c < columns; c++) sum += x[r * row_stride + c] * x[r * row_stride + c];
         for (int c = 0; c < columns; c++)
-            out[r * columns + c] = x[r * row_stride + c] / std::sqrt(sum / columns + eps) * weight[c];
+            out[r * columns + c] = x[r * row_stride + c] / std::sqrt(sum / columns + eps) * check[c];
     }
     return rows == 7 ? 1 : 0;
 }
@@ -411,6 +413,21 @@ for bad, words in ((weight.double(), "weight is torch.float64"), (weight[:3], "a
     except ValueError as error:
         assert words in str(error), error
 """
+
+
+def test_a_launchers_parameters_may_have_any_name():
+    """Names of the binding's own helpers, Python's and TorchScript's words, and more of them than letters."""
+    names = ["check", "address", "integer", "device_of", "std", "in_", "self", "lambda", "Tensor", "ak_device", "in"]
+    names += [f"p{i}" for i in range(30)]
+    text = 'extern "C" int check(' + ", ".join(f"float* {n}" for n in names) + ", int check, cudaStream_t s) {}"
+    launcher = parse_launchers(text.replace("int check,", "int rows,"))["check"]
+    schema = export_cuda._schema(launcher)
+    torch.library.define("autokernel_test::launch_check", schema.removeprefix("launch_check"))
+    arguments = torch.ops.autokernel_test.launch_check.default._schema.arguments
+    assert [a.name for a in arguments] == [f"{n}_" for n in [*names, "rows"]]
+    assert all(a.alias_info.is_write for a in arguments[:-1])
+    declared = re.findall(r"const Tensor& (\w+)", export_cuda._function(launcher))
+    assert len(set(declared)) == len(names) and not set(declared) & set(names)
 
 
 @needs_nvcc
@@ -580,10 +597,11 @@ def test_what_the_hub_says_and_what_it_does_not(rms, server, monkeypatch):
     server.fail[create] = lambda h: h.answer({})
     assert "is no Hub" in told()
     monkeypatch.setattr(hub, "SECONDS", 0.2)
-    server.fail[create] = lambda h: time.sleep(0.6) or h.answer({}, 500)
+    server.fail[create] = lambda h: time.sleep(0.6)
     assert "no connection" in told() and "Timeout" in told()
     monkeypatch.setenv("HF_TOKEN", "hf_not_\u00e9")
     assert "holds a character" in told()
+    monkeypatch.setenv("HF_TOKEN", "hf_not_to_be_shown")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in told()
 
