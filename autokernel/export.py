@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ import torch
 
 from autokernel import ops, paths
 from autokernel.compare import TOLERANCES
-from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.export_cuda import TORCH_TARGET, CudaSource, build_library, read_cuda, stable_variant
 from autokernel.kernelbench import KERNEL_TYPE
 from autokernel.night import KEPT
 from autokernel.records import Ledger
@@ -114,10 +115,17 @@ def verdict(source: KernelSource, workspace: Path | None = None, target: str = "
             same = record["source_sha256"] == source.sha256 and target in ("", record.get("target"))
             (mine if same else others).append(record | {"started": record["started"]})
     mine.sort(key=lambda r: (not _objection(r), r.get("device") == "cuda", len(r.get("sizes") or ()), r["started"]))
-    judge = f"judge it with: uv run bench.py --kernel {source.path}"
+    judge = f"judge it with: uv run bench.py --kernel {shlex.quote(str(source.path))}"
     if mine:
         objection = _objection(mine[-1])
         return mine[-1], f"{objection}; {judge}" if objection else ""
+    with contextlib.suppress(OSError):
+        for line in reversed((folder / "runs.jsonl").read_text().splitlines()):
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line of a run that was killed
+                run = json.loads(line)
+                if run["source_sha256"] == source.sha256:
+                    what = f"{run['outcome']}, {run['started']}"
+                    return {}, f"its record ({what}) was overwritten by a later run; {judge}"
     passed = [r for r in others if r.get("kernel_type") == source.kernel_type and not _objection(r)]
     if passed:
         last = max(passed, key=lambda r: r["started"])
@@ -203,7 +211,8 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     layers = layers_source(project, spec)
     values = dict(
         op=spec.name, first=first, reference=spec.reference.__name__, schema=spec.schema().replace('"', '\\"'),
-        names=", ".join(spec.parameters), tensors=", ".join(spec.args),
+        names=", ".join(spec.parameters), tensors=", ".join(spec.args), required=", ".join(spec.required),
+        optional=repr(tuple(n for n, a in spec.args.items() if a.optional)),
         keywords=", ".join(f"{n}={n}" for n in spec.parameters),
         signature=", ".join(f"{n}: {kinds[n]}{d}" for n, d in defaults.items()),
         parameters=", ".join(n + d.replace(" ", "") for n, d in defaults.items()),
@@ -249,7 +258,11 @@ def _dtype_names(spec: OpSpec) -> str:
 
 
 def _doc(spec: OpSpec) -> str:
-    return inspect.cleandoc(spec.reference.__doc__ or spec.name).replace("\n", "\n    ")
+    """The formula's docstring, without the terms of optional arguments that the kernel does not take."""
+    text = inspect.cleandoc(spec.reference.__doc__ or spec.name).replace("\n", "\n    ")
+    for name in inspect.signature(spec.reference).parameters:
+        text = text if name in spec.parameters else re.sub(rf" [-+*/] {name}\b( \([^)]*\))?", "", text)
+    return text
 
 
 def _call(spec: OpSpec) -> str:
@@ -285,7 +298,8 @@ def reference_source(spec: OpSpec) -> str:
         if names & wanted:
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             kept.append(ast.get_source_segment(text, node) or "")
-    return "\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""', *reversed(kept)]) + "\n"
+    head = '"""The formula in plain PyTorch; the judge of AutoKernel runs it in float64."""'
+    return "\n\n".join([head, *reversed(kept)]) + "\n"
 
 
 def test_cases(spec: OpSpec, accepted: tuple[str, ...], on_gpu: bool) -> list[str]:
@@ -319,11 +333,9 @@ def _case_line(spec: OpSpec, case: Case) -> str:
 
 
 def project_files(
-    project: Project, source: KernelSource, cuda: CudaSource | None, record: Mapping[str, Any], refusal: str,
-    variants: list[str],
-) -> dict[str, str]:  # fmt: skip
-    """All files of the project but the builds."""
-    spec = narrowed(ops.get(source.kernel_type), source.parameters)
+    project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSource | None
+) -> dict[str, str]:
+    """All files of the project but the builds, and the card, which tells of them."""
     python, timed = project.python_name, [plain_case(spec, spec.shapes, name) for name in spec.timed]
     common = dict(
         name=project.name, op=spec.name, repo_id=project.shown_repo, version=project.version,
@@ -333,7 +345,6 @@ def project_files(
     files |= {
         "build.toml": build_toml(project, source, cuda),
         "flake.nix": template("flake.nix"),
-        "CARD.md": card(project, source, spec, record, refusal, variants),
         f"tests/test_{python}.py": template(
             "test.py.in", **common, test_file=f"test_{python}.py", first=next(iter(spec.args)),
             last=[n for n, a in spec.args.items() if not a.optional][-1],
@@ -381,9 +392,10 @@ def build_toml(project: Project, source: KernelSource, cuda: CudaSource | None) 
 
 
 def card(
-    project: Project, source: KernelSource, spec: OpSpec, record: Mapping[str, Any], refusal: str, variants: list[str]
-) -> str:
-    """CARD.md: how to use it, what was measured, by whom, and what it does not do."""
+    project: Project, source: KernelSource, spec: OpSpec, record: Mapping[str, Any], refusal: str,
+    states: Mapping[str, str], cuda: CudaSource | None = None,
+) -> str:  # fmt: skip
+    """CARD.md: how to use it, what was measured, by whom, and what it does not do; states: build -> its test."""
     python = project.python_name
     layers = ""
     if source_of_layers := layers_source(project, spec):
@@ -393,10 +405,13 @@ def card(
     return template(
         "card.md.in", name=project.name, license=project.license, backend=source.backend, version=project.version,
         repo_id=project.shown_repo, language=LANGUAGES[source.backend], mark=forced * bool(refusal),
+        made="exported" if refusal or not record else "judged and exported",
         summary=f"`{spec.name}`: {_doc(spec).splitlines()[0]}", call=_call(spec), dtype_names=_dtype_names(spec),
         example=_example(spec), layers=layers, measured=_measured(record, spec), verdict=_verdict(source, record),
-        limits="\n".join(f"- {line}" for line in _limits(source, spec, record)), test_file=f"test_{python}.py",
-        variants=", ".join(f"`{v}`" for v in variants) or "none",
+        limits="\n".join(f"- {line}" for line in _limits(source, spec, record, states, cuda)),
+        test_file=f"test_{python}.py", no_gpu=template("nogpu.md.in", repo_id=project.shown_repo,
+        version=project.version) * ("torch-cpu" in states),
+        variants=", ".join(f"`{v}` ({state})" for v, state in states.items()) or "none",
         other_builds="kernel-builder makes the others: `nix run .#build-and-copy -L`."
         if source.backend == "cuda" else "Triton compiles at the first call of a shape.",
     )  # fmt: skip
@@ -414,9 +429,14 @@ def _example(spec: OpSpec) -> str:
     return "\n".join([*lines, f"out = kernel.{spec.name}({', '.join(spec.tensors(case))})"])
 
 
+def _timed(record: Mapping[str, Any]) -> bool:
+    return bool(record.get("sizes")) and record.get("device") == "cuda"
+
+
 def _measured(record: Mapping[str, Any], spec: OpSpec) -> str:
-    if not record.get("sizes") or record.get("device") != "cuda":
-        return f"Nothing: {'the judge had no GPU' if record else 'the judge did not run'}, so there are no times."
+    if not _timed(record):
+        why = "the judge had no GPU" if record.get("device") != "cuda" else "the kernel did not get that far"
+        return f"Nothing: {why if record else 'the judge did not run'}, so there are no times."
     rows = [f"| size | dtype | µs | speedup vs {spec.baseline_name} | vs torch.compile |", "|---|---|---|---|---|"]
     for size in record["sizes"]:
         axes = ", ".join(f"{k} {v}" for k, v in size["axes"].items())
@@ -432,27 +452,35 @@ def _measured(record: Mapping[str, Any], spec: OpSpec) -> str:
 def _verdict(source: KernelSource, record: Mapping[str, Any]) -> str:
     lines = {"kernel (sha256)": f"`{source.sha256}`", "verdict": record.get("outcome", "never judged")}
     if record:
+        elsewhere = "a CPU, in Triton's interpreter" if source.backend == "triton" else "no GPU: it did not run"
         stages = [f"{name.replace('_', ' ')} {record[name]}" for name in STAGES if record.get(name)]
-        lines |= {"stages": "; ".join(stages), "judged on": record.get("gpu_name") or record.get("device"),
+        lines |= {"stages": "; ".join(stages), "judged on": record.get("gpu_name") or elsewhere,
                   "harness (sha256)": f"`{record.get('harness_sha256')}`, {record.get('harness')}",
                   "date": record.get("started")}  # fmt: skip
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in lines.items())])
 
 
-def _limits(source: KernelSource, spec: OpSpec, record: Mapping[str, Any]) -> list[str]:
+def _limits(
+    source: KernelSource, spec: OpSpec, record: Mapping[str, Any], states: Mapping[str, str], cuda: CudaSource | None
+) -> list[str]:
     whole = ops.get(source.kernel_type)
     left_out = [n for n in whole.optional_names() if n not in source.parameters]
     lines = ["Inference only: the backward pass raises NotImplementedError.",
-             f"dtypes {_dtype_names(spec)}; all arguments of one dtype, on one device.",
-             "Times hold for the sizes and the GPU above; elsewhere measure with `kernels benchmark`."]  # fmt: skip
+             f"dtypes {_dtype_names(spec)}; all arguments of one dtype, on one device."]  # fmt: skip
+    if _timed(record):
+        lines.append("Times hold for the sizes and the GPU above; elsewhere measure with `kernels benchmark`.")
     lines += [f"Not there, as the kernel does not take it: `{', '.join(left_out)}`."] * bool(left_out)
     lines += ["Results may differ in the last bits from run to run (DETERMINISTIC = False)."] * source.nondeterministic
     vendor = record.get("vendor_calls") or []
     lines += [f"Calls a vendor library: {', '.join(vendor[:3])}."] * bool(vendor)
-    if record and record.get("device") != "cuda":
+    if record and record.get("device") != "cuda" and source.backend == "triton":
         lines.append("Judged in Triton's interpreter on a CPU only.")
-    if source.backend == "cuda":
-        lines.append("The build here is for the kind of GPU and the C library of the machine that made it.")
+    for variant in states if cuda else ():
+        toolkit = re.sub(r".*-cu(\d+)(\d)-.*", r"\1.\2", variant)
+        lines.append(f"`{variant}` is compiled for GPUs of compute capability {cuda.capability} with CUDA {toolkit}, "
+                     f"and loads in PyTorch {'.'.join(map(str, TORCH_TARGET))} or later of the same CUDA major version "
+                     "and no earlier minor; it needs the C library of the machine that made it, or a later one.")
+    lines += [f"The build {v} was never run." for v, state in states.items() if state.startswith("not run")]
     return lines
 
 
@@ -463,6 +491,10 @@ def read_source(path: Path, target: str = "") -> KernelSource:
     """Read and check a kernel file for export. Raises ExportError for imports that the Hub's loader cannot give it."""
     expected = read_target(paths.shared() / "targets" / target).spec.name if target else None
     source = read_kernel(path, expected)
+    try:
+        source.data.decode()
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8, judge and export that") from None
     allowed = {"torch", "triton"} | sys.stdlib_module_names
     imports = [n for n in ast.walk(ast.parse(source.data)) if isinstance(n, (ast.Import, ast.ImportFrom))]
     for node in imports:
@@ -500,7 +532,8 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
         if cuda:
             variant, note = stable_variant()
             variants = [variant] if variant else []
-        files = project_files(project, source, cuda, record, refusal, variants)
+        spec = narrowed(ops.get(source.kernel_type), source.parameters)
+        files = project_files(project, source, spec, cuda)
         for name, text in files.items():
             paths.atomic_write(work / name, text.encode())
         for variant in variants:
@@ -508,6 +541,8 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
             build(project, work, variant, cuda)
         progress("validating")
         validated = validate(work, progress)
+        text = card(project, source, spec, record, refusal, validated, cuda)
+        paths.atomic_write(work / "CARD.md", text.encode())
         work.rename(output)
     return {"folder": output, "variants": variants, "refusal": refusal, "validated": validated, "note": note}
 

@@ -107,6 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         files = hub.files(repo, revision)
         if files is None:
             return self.missing("RevisionNotFound")
+        if what == "revision":
+            siblings = [{"rfilename": name} for name in files]
+            return self.answer({"id": repo, "sha": hub.commit_of(repo, revision), "siblings": siblings})
         if what == "preupload":
             names = [f["path"] for f in json.loads(body)["files"]]
             return self.answer({"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]})

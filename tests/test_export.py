@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -261,6 +262,66 @@ def test_a_damaged_folder_is_one_line(rms, command, name, data, words):
     assert status == 2 and words in err and err.count("\n") == 1
 
 
+FROM_MAIN = """
+import runpy, torch
+from kernels import get_kernel
+tests = runpy.run_path("tests/test_my_rms.py")
+tests["CASES"][2:] = ()
+tests["test_values"]()
+assert "/kernels--user--my-rms/" in tests["kernel"].__file__
+x = torch.randn(3, 7)
+torch.version.cuda = "13.0"  # as PyPI's PyTorch is, also where there is no GPU
+k = get_kernel("user/my-rms", version=1, trust_remote_code=True, backend="cpu")
+assert torch.allclose(k.rmsnorm(x, x[0]), torch.rms_norm(x, (7,), x[0], 1e-6), atol=1e-6)
+for given, name in (((None, x), "x"), ((x, None), "weight"), ((None, None), "x, weight")):
+    for call in (k.rmsnorm, torch.compile(k.rmsnorm, backend="aot_eager")):
+        try:
+            call(*given)
+            raise AssertionError(name)
+        except Exception as error:
+            assert f"rmsnorm: {name} is None, a tensor is wanted" in str(error), error
+"""
+
+
+def test_the_tests_on_the_hubs_main_take_the_build_from_its_branch(rms, tmp_path, server):
+    """There is no build/ on main; a required tensor that is None is named."""
+    hub.send(hub.parcel(RMS, rms))
+    main = server.repos["user/my-rms"]["main"]
+    for name, data in main.items():
+        paths.atomic_write(tmp_path / "copy" / name, data)
+    assert not (tmp_path / "copy/build").exists() and "on branch `v1`" in main["README.md"].decode()
+    assert "TRITON_INTERPRET=1" in main["README.md"].decode() and 'backend="cpu")' in main["README.md"].decode()
+    python(FROM_MAIN, tmp_path / "copy", HF_ENDPOINT=server.endpoint)
+
+
+@pytest.mark.parametrize("record, refusal, there, absent", [
+    ({}, "it was never judged; x", ["> **Not accepted by the judge**: it was never judged.", "Triton, exported by"],
+     ["judged and", "Times hold", "the GPU above", "| judged on |"]),
+    ({"outcome": "PASS", "device": "cpu (Triton's interpreter: timings are not a measurement)", "sizes": [{}]}, "",
+     ["Triton, judged and exported by", "| judged on | a CPU, in Triton's interpreter |", "had no GPU"], ["Times h"]),
+    ({"outcome": "FAIL", "device": "cuda", "gpu_name": "NVIDIA H200"}, "its verdict is FAIL: x; y",
+     ["Triton, exported by", "the kernel did not get that far"], ["had no GPU", "Times hold"]),
+])
+def test_the_card_says_what_is_so(record, refusal, there, absent):
+    source = read_source(ROOT / "kernels/rmsnorm.py")
+    text = exporter.card(Project("my-rms"), source, ops.get("rmsnorm"), record, refusal, {"torch-cuda": "passed"})
+    assert "Builds, on branch `v1` (`build/` of an export): `torch-cuda` (passed)" in text
+    assert all(words in text for words in there) and not any(words in text for words in absent)
+    assert "backend=" not in text
+
+
+def test_the_card_of_a_cuda_kernel_names_what_its_build_needs():
+    source = read_source(ROOT / "kernels/cuda/rmsnorm.py")
+    cuda = export_cuda.read_cuda(source, "my_rms_cuda/my_rms.cu")
+    state = {"torch-stable-abi211-cu130-x86_64-linux": "not run: no GPU here"}
+    record = {"outcome": "FAIL", "device": "cpu (Triton's interpreter: timings are not a measurement)"}
+    text = exporter.card(Project("my-rms"), source, ops.get("rmsnorm"), record, "its verdict is FAIL", state, cuda)
+    for words in (f"compute capability {cuda.capability} with CUDA 13.0", "PyTorch 2.11 or later", "was never run",
+                  "| judged on | no GPU: it did not run |"):  # fmt: skip
+        assert words in text, words
+    assert "interpreter" not in text.lower()
+
+
 EVERY = """
 import json, torch
 from pathlib import Path
@@ -499,12 +560,53 @@ def test_a_kernel_without_a_verdict_is_refused(tmp_path, change, words):
     path = ROOT / "kernels/rmsnorm.py"
     with pytest.raises(ExportError, match="never judged.*bench.py --kernel"):
         export(Project("my-rms"), read_source(path), tmp_path / "out/my-rms")
+    runs = paths.workspace() / "runs.jsonl"
+    run = {"source_sha256": read_kernel(path).sha256, "outcome": "PASS", "started": "2026-11-30T12:00:00Z"}
+    paths.atomic_write(runs, json.dumps(run).encode() + b"\n[1]\n{half")
+    judged(ROOT / "kernels/softmax.py")
+    with pytest.raises(ExportError, match=r"record \(PASS, 2026-11-30T12:00:00Z\) was overwritten.*bench.py --kernel"):
+        export(Project("my-rms"), read_source(path), tmp_path / "out/my-rms")
+    runs.unlink()
     judged(path, **change)
     with pytest.raises(ExportError, match=words):
         export(Project("my-rms"), read_source(path), tmp_path / "out/my-rms")
     assert not (tmp_path / "out").exists()
-    forced = exporter.card(Project("my-rms", force=True), read_source(path), ops.get("rmsnorm"), {}, words, [])
+    forced = exporter.card(Project("my-rms", force=True), read_source(path), ops.get("rmsnorm"), {}, words, {})
     assert f"**Not accepted by the judge**: {words}" in forced
+
+
+def test_a_kernel_in_another_encoding_is_one_line(tmp_path, command):
+    kernel = tmp_path / "kernel.py"
+    text = "# -*- coding: latin-1 -*-\n# \u00e9\n" + (ROOT / "kernels/rmsnorm.py").read_text().replace("\u00b5", "u")
+    kernel.write_bytes(text.encode("latin-1", "replace"))
+    status, _, err = command("--name", "my-rms", "--kernel", kernel, "--force", "--output", tmp_path / "out")
+    assert status == 2 and "byte 28 is not UTF-8" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_all_is_looked_at_before_the_first_is_made(tmp_path, unchecked, monkeypatch, command):
+    """A kernel that is refused stops all; what an earlier run made stays, unless it is another kernel's."""
+    best = {f"{i}_{op}": tmp_path / f"{op}.py" for i, op in enumerate(("softmax", "rmsnorm", "reduce"))}
+    for path in best.values():
+        path.write_text((ROOT / "kernels" / path.name).read_text())
+    monkeypatch.setattr(exporter, "kept", lambda: best)
+    monkeypatch.setattr(exporter, "read_target", lambda p: SimpleNamespace(spec=ops.get(p.name.partition("_")[2])))
+    words = ["--name", "llama", "--all", "--backends", "cpu", "--output", tmp_path / "out"]
+    judged(best["0_softmax"])
+    status, _, err = command(*words)
+    assert status == 2 and "rmsnorm.py is refused" in err and not (tmp_path / "out").exists()
+    status, out, err = command(*words, "--force")
+    assert status == 0 and out.count("(passed)") == 3 and out.count("next: ") == 1, err
+    assert out.rstrip().endswith("--backends cpu --upload --force")
+    shutil.rmtree(tmp_path / "out/llama-rmsnorm")
+    status, out, _ = command(*words, "--force")
+    assert status == 0 and out.count("exported already") == 2 and out.count("(passed)") == 1
+    best["2_reduce"].write_text(best["2_reduce"].read_text() + "# more\n")
+    shutil.rmtree(tmp_path / "out/llama-rmsnorm")
+    status, out, err = command(*words, "--force")
+    assert status == 2 and "llama-reduce exists already" in err and not (tmp_path / "out/llama-rmsnorm").exists()
+    upload = [*words, "--upload", "--repo-id", "user/llama", "--dry-run"]
+    status, out, err = command(*upload)
+    assert status == 2 and "llama-rmsnorm is not there yet" in err and not out
 
 
 @pytest.mark.parametrize("text, words", [
@@ -611,6 +713,8 @@ def test_a_tenth_operator_needs_no_change_here(tmp_path, unchecked, monkeypatch)
     spec = replace(ops.get("softmax"), name="tenth")
     narrow = exporter.narrowed(ops.get("matmul"), ("A", "B"))
     assert narrow.schema() == "(Tensor A, Tensor B) -> Tensor"
+    assert exporter._doc(narrow) == "A (*rows, K) @ B (K, N) -> (*rows, N)."
+    assert exporter._doc(ops.get("matmul")) == "A (*rows, K) @ B (K, N) + bias (N,) -> (*rows, N)."
     source = read_kernel(ROOT / "kernels/softmax.py")
     files = exporter.package(Project("my-tenth"), source, spec, None)
     assert "def tenth(x: Tensor, dim: int = -1) -> Tensor:" in files["op.py"] and "layers.py" not in files
