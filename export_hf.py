@@ -20,17 +20,28 @@ from autokernel.cli import Parser
 from autokernel.paths import repo_root, workspace
 
 
+def filled(text: str) -> str:
+    """An option's value that must not be empty: an unset variable of the shell is no choice."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: give a value, or leave the option out")
+    return text
+
+
+def some_path(text: str) -> Path:
+    return Path(filled(text))
+
+
 def parser() -> argparse.ArgumentParser:
     p = Parser(__doc__)
     p.add_argument("--name", required=True, help="name of the project; with --all its beginning: NAME-<operator>")
     which = p.add_mutually_exclusive_group()
-    which.add_argument("--kernel", type=Path, help="kernel file (default: kernel.py)")
-    which.add_argument("--target", metavar="T", help="the best kernel so far of a target, such as 1_rmsnorm")
+    which.add_argument("--kernel", type=some_path, help="kernel file (default: kernel.py)")
+    which.add_argument("--target", type=filled, metavar="T", help="the best kernel so far of a target: 1_rmsnorm")
     which.add_argument("--all", action="store_true", help="the best kernel so far of every target")
     p.add_argument("--repo-id", default="", metavar="USER/NAME", help="where it is to live; needed for --upload")
     p.add_argument("--version", type=int, default=1, metavar="N", help="version of the kernel's interface (default: 1)")
     p.add_argument("--license", default="mit", metavar="ID", help="a licence, by the Hub's id (default: mit)")
-    p.add_argument("--output", type=Path, metavar="DIR", help="folder of the projects (default: workspace/export)")
+    p.add_argument("--output", type=some_path, metavar="DIR", help="folder of the projects (default: workspace/export)")
     p.add_argument("--backends", default="cuda", metavar="LIST", help="of a Triton build: cuda,rocm,cpu; default: cuda")
     p.add_argument("--upload", action="store_true", help="send it: card and sources to main, builds to branch v<N>")
     p.add_argument("--dry-run", action="store_true", help="with --upload: show what would be sent, and send nothing")
@@ -41,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = parser().parse_args()
+    if args.dry_run and not args.upload:
+        parser().error("--dry-run shows what --upload would send: give both")
     from autokernel.export import ExportError
     from autokernel.records import RecordError
     from autokernel.source import KernelError
@@ -48,8 +61,12 @@ def main() -> int:
 
     try:
         (upload if args.upload else make)(args, chosen(args))
-    except (ExportError, KernelError, TargetError, RecordError, OSError) as error:
+    except (ExportError, KernelError, TargetError, RecordError) as error:
         print(f"export_hf.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = error.filename or "the disk"
+        print(f"export_hf.py: {where}: {error.strerror or error}; free it, or choose another --output", file=sys.stderr)
         return 2
     return 0
 
@@ -104,7 +121,8 @@ def make(args: argparse.Namespace, chosen: list[tuple]) -> None:
         print(f"{folder}: builds {', '.join(builds)}" + f"\n{made['note']}" * bool(made["note"]))
         print(f"not accepted by the judge, and marked so: {made['refusal']}\n" * bool(made["refusal"]), end="")
     card = shlex.quote(str(place(args, chosen[-1][0]) / "CARD.md"))
-    print(f"next: read {card}, then: {command(args, upload=True, repo_id=args.repo_id or f'USER/{args.name}')}")
+    following = command(args, upload=True, repo_id=args.repo_id or f"USER/{args.name}")
+    print(f"next: read {card}, put a LICENSE beside it, then: {following}")
 
 
 def upload(args: argparse.Namespace, chosen: list[tuple]) -> None:

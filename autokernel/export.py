@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import keyword
 import os
 import random
 import re
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from autokernel import ops, paths
+from autokernel import ops, paths, process
 from autokernel.compare import TOLERANCES
 from autokernel.export_cuda import TORCH_TARGET, CudaSource, build_library, read_cuda, stable_variant
 from autokernel.kernelbench import KERNEL_TYPE
@@ -44,6 +45,8 @@ LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
 ANNOTATIONS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "float | None"}
 MAX_ELEMENTS = {False: 1 << 15, True: 1 << 22}  # of a test case: in Triton's interpreter, on a GPU
 VALIDATION_SECONDS = 900
+VERSIONS = 999_999
+TAKEN = {"torch", "triton", "kernels", *sys.stdlib_module_names}  # module names that a project would hide
 # the software licences among the ids that the Hub knows (huggingface.co/docs/hub/repositories-licenses)
 LICENSES = (
     "afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 cc0-1.0 "
@@ -71,15 +74,18 @@ class Project:
         if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", self.name) or len(self.name) > 80 or "--" in self.name:
             suggestion = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-0123456789")[:80]
             suggestion = suggestion if len(suggestion) > 1 else "my-kernel"
-            raise ExportError(f"--name {self.name!r}: small letters, digits, single dashes, a letter first, "
-                              f"at most 80; for example: --name {suggestion}")
-        if self.repo_id and not re.fullmatch(r"[\w.-]+/[A-Za-z0-9][\w.-]{0,95}", self.repo_id):
-            raise ExportError(f"--repo-id {self.repo_id!r}: USER/NAME is wanted, for example: user/{self.name}")
-        if self.version < 1:
-            raise ExportError(f"--version {self.version}: versions count from 1")
+            raise ExportError(f"--name {self.name!r}: at least two characters, at most 80: small letters, digits, "
+                              f"single dashes, a letter first, no dash at the end; for example: --name {suggestion}")
+        if self.python_name in TAKEN or keyword.iskeyword(self.python_name):
+            raise ExportError(f"--name {self.name!r}: Python has that word or module already; for example: --name "
+                              f"my-{self.name}")  # fmt: skip
+        if self.repo_id and (why := _repo_id_objection(self.repo_id)):
+            raise ExportError(f"--repo-id {self.repo_id!r}: {why}; for example: user/{self.name}")
+        if not 1 <= self.version <= VERSIONS:
+            raise ExportError(f"--version {self.version}: versions count from 1 to {VERSIONS}")
         if self.license not in LICENSES:
             raise ExportError(f"--license {self.license!r} is none that the Hub knows; one of: {', '.join(LICENSES)}")
-        if unknown := [b for b in self.backends if b not in BACKENDS]:
+        if unknown := [b for b in self.backends or [""] if b not in BACKENDS]:
             raise ExportError(f"--backends {unknown[0]!r}: one or more of {','.join(BACKENDS)}")
 
     @property
@@ -89,6 +95,20 @@ class Project:
     @property
     def shown_repo(self) -> str:
         return self.repo_id or f"USER/{self.name}"
+
+
+def _repo_id_objection(repo_id: str) -> str:
+    if repo_id.count("/") != 1:
+        return "USER/NAME is wanted"
+    with contextlib.suppress(ImportError):
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            return " ".join(str(error).split()).rstrip(".")
+    return ""
 
 
 # ---- which kernel, and what the judge said of it --------------------------------------------------------------------
@@ -526,7 +546,8 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
     _loader()
     cuda = read_cuda(source, cuda_path(project)) if source.backend == "cuda" else None
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+    _clean(output)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.{os.getpid()}.") as temporary:
         work = Path(temporary) / project.name
         variants, note = [f"torch-{b}" for b in project.backends], ""
         if cuda:
@@ -545,6 +566,17 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
         paths.atomic_write(work / "CARD.md", text.encode())
         work.rename(output)
     return {"folder": output, "variants": variants, "refusal": refusal, "validated": validated, "note": note}
+
+
+def _clean(output: Path) -> None:
+    """Remove what exports of this project left behind that were killed."""
+    for old in output.parent.glob(f".{output.name}.*"):
+        owner = re.fullmatch(r"(\d{1,9})\.\w+", old.name.removeprefix(f".{output.name}."))
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(int(owner[1]), 0) if owner else None
+            except ProcessLookupError:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -> None:
@@ -619,14 +651,21 @@ def _run_tests(work: Path, folder: Path) -> str:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(next((work / "tests").glob("test_*.py"))), str(folder)]
     try:
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True,
-                              timeout=VALIDATION_SECONDS)  # fmt: skip
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, errors="replace",
+                              timeout=VALIDATION_SECONDS, preexec_fn=process._die_with_parent)  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ExportError(f"{folder.name}: its tests took more than {VALIDATION_SECONDS} s") from None
     if done.returncode:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        raise ExportError(f"{folder.name} fails its own tests: {last.strip()[:300]}")
+        raise ExportError(f"{folder.name} fails its own tests: {_last_error(done)}")
     if compiled and not on_gpu:
         return "not run: no GPU here"
     here = " on an NVIDIA GPU" if folder.name == "torch-rocm" and torch.version.hip is None else ""
     return "passed in Triton's interpreter" if interpreted else f"passed{here}"
+
+
+def _last_error(done: subprocess.CompletedProcess) -> str:
+    """The line of a failed process that says most: its last error, else its last words, else the signal it died of."""
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    ended = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    return (errors or lines or [ended])[-1][:300] if done.returncode > 0 else ended

@@ -39,7 +39,10 @@ class Parcel:
                 for name, data in files.items()]  # fmt: skip
         kind = "private if it is new" if private else "public if it is new"
         head = f"would be sent to the kernel repository {self.project.repo_id} ({kind}):"
-        return "\n".join([head, *rows, *[f"not sent: {', '.join(self.left)}"] * bool(self.left)])
+        notes = [f"not sent: {', '.join(self.left)}"] * bool(self.left)
+        notes += [f"no LICENSE: put the text of {self.project.license} beside CARD.md"] * ("LICENSE" not in
+                                                                                          self.branches["main"])
+        return "\n".join([head, *rows, *notes])
 
 
 def parcel(project: Project, folder: Path, sha256: str = "") -> Parcel:

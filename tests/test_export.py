@@ -535,15 +535,19 @@ def test_cuda_build_loads_without_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("name, hint", [("My-Kernel", "my-kernel"), ("my_kernel", "my-kernel"), ("1st", "st"),
-                                        ("x", "my-kernel"), ("a--b", "a-b"), ("../up", "up"), ("é", "my-kernel")])
+                                        ("x", "my-kernel"), ("a--b", "a-b"), ("../up", "up"), ("é", "my-kernel"), ("a-", "my-kernel"),
+                                        ("class", "my-class"), ("import", "my-import"), ("torch", "my-torch"),
+                                        ("kernels", "my-kernels"), ("triton", "my-triton"), ("os", "my-os")])
 def test_bad_names_come_with_a_good_one(name, hint):
     with pytest.raises(ExportError, match=f"--name {hint}$"):
         Project(name)
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"repo_id": "my-rms"}, "USER/NAME is wanted"), ({"repo_id": "user/a b"}, "USER/NAME is wanted"),
-    ({"version": 0}, "count from 1"), ({"license": "MIT-ish"}, "none that the Hub knows"),
+    ({"repo_id": "my-rms"}, "USER/NAME is wanted"), ({"repo_id": "user/a b"}, "user/my-rms"),
+    ({"repo_id": "user/a--b"}, "--"), ({"repo_id": "user/-a"}, "user/my-rms"), ({"repo_id": "u/x.git"}, r"\.git"),
+    ({"repo_id": "a/b/c"}, "USER/NAME"), ({"version": 0}, "count from 1"), ({"version": 10**20}, "from 1 to 999999"),
+    ({"backends": ()}, "cuda,rocm,cpu"), ({"license": "MIT-ish"}, "none that the Hub knows"),
     ({"backends": ("triton",)}, "cuda,rocm,cpu"),
 ])
 def test_bad_options_are_named(options, words):
@@ -643,6 +647,68 @@ def test_nothing_is_left_of_a_failed_export(tmp_path):
     with pytest.raises(ExportError, match="fails its own tests"):
         export(Project("my-rms", backends=("cpu",), force=True), read_source(kernel), tmp_path / "out/my-rms")
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--output", ""], "is empty"), (["--target", " "], "is empty"), (["--kernel", ""], "is empty"),
+    (["--dry-run"], "give both"),
+])
+def test_options_that_choose_nothing_are_refused(command, capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        command("--name", "my-rms", *words)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, command, unchecked):
+    (tmp_path / "file").write_text("")
+    words = ["--name", "my-rms", "--kernel", ROOT / "kernels/rmsnorm.py", "--force", "--backends", "cpu"]
+    status, _, err = command(*words, "--output", tmp_path / "file/out")
+    assert status == 2 and err.count("\n") == 1 and "[Errno" not in err and "another --output" in err
+
+
+def test_leftovers_of_a_killed_export_go_with_the_next_one(tmp_path, unchecked):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone, mine = tmp_path / f".my-rmsnorm.{ended.pid}.ab_c", tmp_path / f".my-rmsnorm.{os.getpid()}.ab_c"
+    for folder in (gone, mine, tmp_path / ".my-rmsnorm.notes", tmp_path / f".my-rms.{ended.pid}.ab_c"):
+        folder.mkdir()
+    exported(ROOT / "kernels/rmsnorm.py", tmp_path)
+    left = {path.name for path in tmp_path.iterdir()} - {"workspace"}
+    assert left == {"my-rmsnorm", mine.name, ".my-rmsnorm.notes", f".my-rms.{ended.pid}.ab_c"}
+
+
+@pytest.mark.parametrize("code, said", [
+    ("import sys; print('ValueError: first', file=sys.stderr); raise KeyError('x')", "KeyError: 'x'"),
+    ("raise SystemExit('odd words')", "odd words"), ("raise SystemExit(3)", "exit status 3"),
+    ("import os; os.kill(os.getpid(), 11)", "ended by signal 11"),
+    ("import torch; print('torch.AcceleratorError: CUDA error'); print('  more words'); raise SystemExit(1)",
+     "torch.AcceleratorError: CUDA error"),
+])
+def test_a_failed_test_run_says_why(code, said):
+    code = code.replace("import torch; ", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert exporter._last_error(done) == said
+
+
+def test_rotary_layer_takes_every_shape_that_transformers_has():
+    """cos and sin of a batch, of one row, without a batch axis; heads before or after the sequence."""
+    layer = exporter.template("layers/rotary_embedding.py.in", repo_id="u/r", version=1)
+    calls, scope = [], {}
+    run = "def rotary_embedding(*given):\n    calls.append(1)\n    return formula(*given)"
+    scope = {"calls": calls, "formula": ops.get("rotary_embedding").reference}
+    exec(layer.replace("from .op import rotary_embedding", run), scope)
+    q, k, cos = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 4).repeat(1, 1, 2)
+    for c, dim, fits in ((cos, 1, True), (cos[:1], 1, True), (cos, 2, True), (cos[0], 0, False), (cos, -3, False)):
+        x, y = (t.transpose(1, 2) if dim == 2 else t for t in (q, k))
+        if dim == 0:
+            x, y = x[0], y[0]
+        calls.clear()
+        got = scope["RotaryPosEmb"]()(x, y, c, c / 2, unsqueeze_dim=dim)
+        for one, out in zip((x, y), got, strict=True):
+            half = torch.cat((-one[..., 4:], one[..., :4]), -1)
+            torch.testing.assert_close(out, one * c.unsqueeze(dim) + half * (c / 2).unsqueeze(dim))
+        assert bool(calls) == fits
 
 
 def test_best_record_and_kept_kernels(tmp_path, monkeypatch, capsys):
