@@ -160,6 +160,7 @@ def _said(text: object) -> str:
 @contextlib.contextmanager
 def _one_line_errors(project: Project) -> Iterator[None]:
     """The Hub's errors as ExportError."""
+    import huggingface_hub
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -201,5 +202,8 @@ def _one_line_errors(project: Project) -> Iterator[None]:
         why = f"no connection to {endpoint} ({type(error).__name__}); {again}"
         raise ExportError(f"upload: {token if 'Illegal header' in str(error) else why}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:  # also huggingface_hub's own words on a card
+        if "Invalid repo type" in str(error):
+            raise ExportError(f"upload: huggingface_hub {huggingface_hub.__version__} is too old to write kernel "
+                              "repositories; get a later one with: uv sync --extra hub") from None  # fmt: skip
         raise ExportError(f"upload: {endpoint} is no Hub, or refuses the card: {type(error).__name__}: {_said(error)}; "
                           "check HF_ENDPOINT and the head of CARD.md") from None  # fmt: skip
