@@ -148,7 +148,7 @@ def command(args: argparse.Namespace, **changes) -> str:
     for action in parser()._actions:
         value = values.get(action.dest, action.default)
         if value != action.default:
-            words += action.option_strings[:1] + [shlex.quote(str(value))] * (value is not True)
+            words += [action.option_strings[0]] + [shlex.quote(str(value))] * (value is not True)
     return " ".join(["uv run export_hf.py", *words])
 
 

@@ -495,13 +495,17 @@ def _limits(
     lines += [f"Calls a vendor library: {', '.join(vendor[:3])}."] * bool(vendor)
     if record and record.get("device") != "cuda" and source.backend == "triton":
         lines.append("Judged in Triton's interpreter on a CPU only.")
-    for variant in states if cuda else ():
-        toolkit = re.sub(r".*-cu(\d+)(\d)-.*", r"\1.\2", variant)
-        lines.append(f"`{variant}` is compiled for GPUs of compute capability {cuda.capability} with CUDA {toolkit}, "
-                     f"and loads in PyTorch {'.'.join(map(str, TORCH_TARGET))} or later of the same CUDA major version "
-                     "and no earlier minor; it needs the C library of the machine that made it, or a later one.")
+    if cuda:
+        lines += [_needs(variant, cuda) for variant in states]
     lines += [f"The build {v} was never run." for v, state in states.items() if state.startswith("not run")]
     return lines
+
+
+def _needs(variant: str, cuda: CudaSource) -> str:
+    toolkit = re.sub(r".*-cu(\d+)(\d)-.*", r"\1.\2", variant)
+    return (f"`{variant}` is compiled for GPUs of compute capability {cuda.capability} with CUDA {toolkit}; loads in "
+            f"PyTorch {'.'.join(map(str, TORCH_TARGET))} or later of the same CUDA major version and no earlier minor, "
+            "and needs the C library of the machine that made it, or a later one.")  # fmt: skip
 
 
 # ---- builds, validation, and all of it ------------------------------------------------------------------------------

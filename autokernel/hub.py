@@ -113,8 +113,8 @@ def _send(project: Project, sent: dict[str, dict[str, bytes]], private: bool) ->
         return {f.path: f for f in listed if hasattr(f, "blob_id")}
 
     there = {"main": tree("main")}
-    if "build.toml" in there["main"] and (other := _name_there(api, where)) != project.name:
-        raise ExportError(f"{project.repo_id} holds another project, {other!r}: choose another --repo-id")
+    if "build.toml" in there["main"] and (name := _name_there(api, where)) != project.name:
+        raise ExportError(f"{project.repo_id} holds another project, {name!r}: choose another --repo-id")
     api.create_branch(**where, branch=branch, exist_ok=True)
     there[branch] = tree(branch)
     builds = {n: f for n, f in there[branch].items() if n.startswith("build/")}
@@ -126,7 +126,7 @@ def _send(project: Project, sent: dict[str, dict[str, bytes]], private: bool) ->
     for revision, files in track(list(sent.items()), "uploading", console=Console(stderr=True), transient=True):
         new = {n: data for n, data in files.items() if not _same(there[revision].get(n), data)}
         stale = [n for n in there[revision] if n.startswith(sources) and n not in files]
-        operations = [*(CommitOperationAdd(n, data) for n, data in new.items()), *map(CommitOperationDelete, stale)]
+        operations: list[Any] = [*(CommitOperationAdd(n, data) for n, data in new.items()), *map(CommitOperationDelete, stale)]
         counts[revision] = len(new)
         if operations:
             message = f"{project.name}, version {project.version}"
