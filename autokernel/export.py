@@ -634,7 +634,8 @@ def validate(work: Path, progress=lambda text: None) -> dict[str, str]:
                 raise ValueError(f"{folder.name}/metadata.json has no digest")
             metadata.digest.validate(loader.Digest.hash_variant(metadata.digest.algorithm, folder))
             if metadata.id.rpartition("_")[2] != fingerprint(work, str(metadata.name), metadata.version):
-                raise ValueError(f"{folder.name} was not built from the sources beside it: they were changed")
+                raise ValueError(f"{folder.name} was not built from the sources beside it: they were changed, or it "
+                                 "is kernel-builder's, which uploads itself")  # fmt: skip
             progress(f"testing {folder.name}")
             found[folder.name] = _run_tests(work, folder)
     except (OSError, ValueError, RuntimeError, loader.DigestValidationError) as error:
@@ -653,7 +654,10 @@ def _run_tests(work: Path, folder: Path) -> str:
     environment |= {"TRITON_INTERPRET": "1"} if interpreted and not compiled else {}
     if interpreted and on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(next((work / "tests").glob("test_*.py"))), str(folder)]
+    tests = next((work / "tests").glob("test_*.py"), None)
+    if tests is None:
+        raise ExportError(f"{work / 'tests'} has no test_*.py: put it back, or export again with another --output")
+    command = [sys.executable, str(tests), str(folder)]
     try:
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, errors="replace",
                               timeout=VALIDATION_SECONDS, preexec_fn=process._die_with_parent)  # fmt: skip

@@ -199,12 +199,14 @@ def build_library(work: Path, cuda: CudaSource, source: str, identity: str, libr
 
     Paths are relative to the project: the library's messages name no folder of this machine."""
     home, arch = Path(torch.__file__).parent, cuda.capability.replace(".", "")
+    # nvcc splits what it passes on where it has a blank or a comma
+    named = [str(folder) for folder in (home / "include", work) if not re.search(r"[\s,]", str(folder))]
     command = [
         find_nvcc(), f"-gencode=arch=compute_{arch},code=sm_{arch}", *COMPILE_FLAGS, *cuda.flags,
         "-Xcompiler", "-fvisibility=hidden", f"-I{home / 'include'}", f"-DTORCH_EXTENSION_NAME={identity}",
         f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
-        source, "torch-ext/torch_binding.cpp", "-o", str(library.resolve()),
-        "-Xcompiler", f"-fmacro-prefix-map={home / 'include'}/=", "-Xcompiler", f"-fmacro-prefix-map={work}/=",
+        source, "torch-ext/torch_binding.cpp", "-o", str(library.relative_to(work)),
+        *[word for folder in named for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}/=")],
         "-Xlinker", f"-L{home / 'lib'},--no-as-needed,-ltorch",  # libtorch.so stands for its CPU and CUDA parts
     ]  # fmt: skip
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900)

@@ -126,7 +126,8 @@ def _send(project: Project, sent: dict[str, dict[str, bytes]], private: bool) ->
     for revision, files in track(list(sent.items()), "uploading", console=Console(stderr=True), transient=True):
         new = {n: data for n, data in files.items() if not _same(there[revision].get(n), data)}
         stale = [n for n in there[revision] if n.startswith(sources) and n not in files]
-        operations: list[Any] = [*(CommitOperationAdd(n, data) for n, data in new.items()), *map(CommitOperationDelete, stale)]
+        operations: list[Any] = [CommitOperationAdd(n, data) for n, data in new.items()]
+        operations += map(CommitOperationDelete, stale)
         counts[revision] = len(new)
         if operations:
             message = f"{project.name}, version {project.version}"

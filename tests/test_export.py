@@ -257,7 +257,7 @@ def test_a_repository_named_only_at_the_upload_is_filled_in(rms, server):
 @pytest.mark.parametrize("name, data, words", [
     ("CARD.md", None, "CARD.md is missing"), ("build.toml", b"\xff", "no project's build.toml"),
     ("build.toml", b"[general", "no project's build.toml"), ("build.toml", b"x = 1", "no project's build.toml"),
-    ("build.toml", None, "No such file"), ("torch-ext/my_rms/kernel.py", None, "no torch-ext/my_rms/kernel.py"),
+    ("build.toml", None, "No such file"), ("build/torch-cpu/metadata.json", None, "is not valid"), ("torch-ext/my_rms/kernel.py", None, "no torch-ext/my_rms/kernel.py"),
 ])
 def test_a_damaged_folder_is_one_line(rms, command, name, data, words):
     (rms / name).unlink() if data is None else (rms / name).write_bytes(data)
@@ -528,11 +528,19 @@ def test_without_nvcc_the_project_has_no_build(tmp_path, unchecked, monkeypatch)
 @needs_nvcc
 def test_cuda_build_loads_without_a_gpu(tmp_path):
     """nvcc's library for Hopper: made, named, validated as far as it goes here, loaded, and clear about the device."""
-    found = export(Project("my-rms", force=True), read_source(ROOT / "kernels/cuda/rmsnorm.py"), tmp_path / "my-rms")
+    folder = tmp_path / "a folder/my-rms"
+    found = export(Project("my-rms", force=True), read_source(ROOT / "kernels/cuda/rmsnorm.py"), folder)
+    card = (folder / "CARD.md").read_text()
+    assert "compute capability 9.0a with CUDA 13." in card and "(not run: no GPU here)" in card
     assert re.fullmatch(r"torch-stable-abi211-cu\d+-\w+-linux", found["variants"][0])
     assert list(found["validated"].values()) == ["not run: no GPU here"]
     with pytest.raises(ExportError, match="not run: no GPU here: upload from a machine that can run it"):
-        hub.parcel(Project("my-rms", "user/my-rms"), tmp_path / "my-rms")
+        hub.parcel(Project("my-rms", "user/my-rms"), folder)
+    sent = hub.parcel(Project("my-rms", "user/my-rms", force=True), folder).branches
+    assert "my_rms_cuda/my_rms.cu" in sent["main"] and "torch-ext/torch_binding.cpp" in sent["main"]
+    (folder / "torch-ext/torch_binding.cpp").write_text("changed")
+    with pytest.raises(ExportError, match="not built from the sources"):
+        hub.parcel(Project("my-rms", "user/my-rms", force=True), folder)
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------
@@ -714,6 +722,11 @@ def test_rotary_layer_takes_every_shape_that_transformers_has():
             half = torch.cat((-one[..., 4:], one[..., :4]), -1)
             torch.testing.assert_close(out, one * c.unsqueeze(dim) + half * (c / 2).unsqueeze(dim))
         assert bool(calls) == fits
+
+
+def test_a_project_without_its_tests_is_one_line(tmp_path):
+    with pytest.raises(ExportError, match="has no test_"):
+        exporter._run_tests(tmp_path, tmp_path)
 
 
 def test_best_record_and_kept_kernels(tmp_path, monkeypatch, capsys):
