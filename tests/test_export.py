@@ -257,7 +257,8 @@ def test_a_repository_named_only_at_the_upload_is_filled_in(rms, server):
 @pytest.mark.parametrize("name, data, words", [
     ("CARD.md", None, "CARD.md is missing"), ("build.toml", b"\xff", "no project's build.toml"),
     ("build.toml", b"[general", "no project's build.toml"), ("build.toml", b"x = 1", "no project's build.toml"),
-    ("build.toml", None, "No such file"), ("build/torch-cpu/metadata.json", None, "is not valid"), ("torch-ext/my_rms/kernel.py", None, "no torch-ext/my_rms/kernel.py"),
+    ("build.toml", None, "No such file"), ("build/torch-cpu/metadata.json", None, "is not valid"),
+    ("torch-ext/my_rms/kernel.py", None, "no torch-ext/my_rms/kernel.py"),
 ])
 def test_a_damaged_folder_is_one_line(rms, command, name, data, words):
     (rms / name).unlink() if data is None else (rms / name).write_bytes(data)
