@@ -100,6 +100,8 @@ class Project:
 def _repo_id_objection(repo_id: str) -> str:
     if repo_id.count("/") != 1:
         return "USER/NAME is wanted"
+    if repo_id.startswith("USER/"):
+        return "USER stands for your name on the Hub"
     with contextlib.suppress(ImportError):
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
@@ -231,7 +233,8 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     layers = layers_source(project, spec)
     values = dict(
         op=spec.name, first=first, reference=spec.reference.__name__, schema=spec.schema().replace('"', '\\"'),
-        names=", ".join(spec.parameters), tensors=", ".join(spec.args), required=", ".join(spec.required),
+        names=", ".join(spec.parameters), tensors=", ".join(spec.args),
+        absent=" or ".join(f"{n} is None" for n in spec.required),
         optional=repr(tuple(n for n, a in spec.args.items() if a.optional)),
         keywords=", ".join(f"{n}={n}" for n in spec.parameters),
         signature=", ".join(f"{n}: {kinds[n]}{d}" for n, d in defaults.items()),

@@ -141,7 +141,9 @@ def _name_there(api: Any, where: dict[str, Any]) -> str:
     """The name of the project on the repository's main."""
     with tempfile.TemporaryDirectory() as folder:
         path = api.hf_hub_download(**where, filename="build.toml", revision="main", cache_dir=folder)
-        return str(read_general(Path(path)).get("name"))
+        with contextlib.suppress(ExportError):
+            return str(read_general(Path(path)).get("name"))
+        return "an unreadable build.toml"
 
 
 def _same(remote: Any, data: bytes | None) -> bool:

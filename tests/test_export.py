@@ -218,6 +218,9 @@ def test_a_repository_of_another_project_is_left_alone(rms, server):
     server.repos["user/my-rms"] = {"main": {"build.toml": b'[general]\nname = "other"\n'}}
     with pytest.raises(ExportError, match="holds another project, 'other'"):
         hub.send(hub.parcel(RMS, rms))
+    server.repos["user/my-rms"]["main"]["build.toml"] = b"\xff"
+    with pytest.raises(ExportError, match="holds another project, 'an unreadable build.toml'"):
+        hub.send(hub.parcel(RMS, rms))
     assert list(server.repos["user/my-rms"]) == ["main"] and not any("commit" in path for _, path in server.calls)
     # an older version of this one: what it had and this has not goes, from main and from the branch made of it
     old = {"build.toml": b'[general]\nname = "my-rms"\n', "torch-ext/my_rms/gone.py": b"", "mine.txt": b"kept"}
@@ -560,7 +563,8 @@ def test_bad_names_come_with_a_good_one(name, hint):
 @pytest.mark.parametrize("options, words", [
     ({"repo_id": "my-rms"}, "USER/NAME is wanted"), ({"repo_id": "user/a b"}, "user/my-rms"),
     ({"repo_id": "user/a--b"}, "--"), ({"repo_id": "user/-a"}, "user/my-rms"), ({"repo_id": "u/x.git"}, r"\.git"),
-    ({"repo_id": "a/b/c"}, "USER/NAME"), ({"version": 0}, "count from 1"), ({"version": 10**20}, "from 1 to 999999"),
+    ({"repo_id": "a/b/c"}, "USER/NAME"), ({"repo_id": "USER/x"}, "USER stands for your"),
+    ({"version": 0}, "count from 1"), ({"version": 10**20}, "from 1 to 999999"),
     ({"backends": ()}, "cuda,rocm,cpu"), ({"license": "MIT-ish"}, "none that the Hub knows"),
     ({"backends": ("triton",)}, "cuda,rocm,cpu"),
 ])
