@@ -355,9 +355,7 @@ def _case_line(spec: OpSpec, case: Case) -> str:
     return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{dtype_name(dtype)}", {tolerance:.1e}),'
 
 
-def project_files(
-    project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSource | None
-) -> dict[str, str]:
+def project_files(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSource | None) -> dict[str, str]:
     """All files of the project but the builds, and the card, which tells of them."""
     python, timed = project.python_name, [plain_case(spec, spec.shapes, name) for name in spec.timed]
     common = dict(

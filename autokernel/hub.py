@@ -40,8 +40,8 @@ class Parcel:
         kind = "private if it is new" if private else "public if it is new"
         head = f"would be sent to the kernel repository {self.project.repo_id} ({kind}):"
         notes = [f"not sent: {', '.join(self.left)}"] * bool(self.left)
-        notes += [f"no LICENSE: put the text of {self.project.license} beside CARD.md"] * ("LICENSE" not in
-                                                                                          self.branches["main"])
+        if "LICENSE" not in self.branches["main"]:
+            notes.append(f"no LICENSE: put the text of {self.project.license} beside CARD.md")
         return "\n".join([head, *rows, *notes])
 
 
