@@ -12,9 +12,11 @@ import contextlib
 import hashlib
 import inspect
 import json
+import keyword
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,9 +30,9 @@ from typing import Any
 
 import torch
 
-from autokernel import ops, paths
+from autokernel import ops, paths, process
 from autokernel.compare import TOLERANCES
-from autokernel.export_cuda import CudaSource, build_library, read_cuda, stable_variant
+from autokernel.export_cuda import TORCH_TARGET, CudaSource, build_library, read_cuda, stable_variant
 from autokernel.kernelbench import KERNEL_TYPE
 from autokernel.night import KEPT
 from autokernel.records import Ledger
@@ -43,6 +45,8 @@ LANGUAGES = {"triton": "Triton", "cuda": "CUDA C++"}
 ANNOTATIONS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "float | None"}
 MAX_ELEMENTS = {False: 1 << 15, True: 1 << 22}  # of a test case: in Triton's interpreter, on a GPU
 VALIDATION_SECONDS = 900
+VERSIONS = 999_999
+TAKEN = {"torch", "triton", "kernels", *sys.stdlib_module_names}  # module names that a project would hide
 # the software licences among the ids that the Hub knows (huggingface.co/docs/hub/repositories-licenses)
 LICENSES = (
     "afl-3.0 agpl-3.0 apache-2.0 artistic-2.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 cc0-1.0 "
@@ -70,15 +74,18 @@ class Project:
         if not re.fullmatch(r"[a-z][-a-z0-9]*[a-z0-9]", self.name) or len(self.name) > 80 or "--" in self.name:
             suggestion = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-0123456789")[:80]
             suggestion = suggestion if len(suggestion) > 1 else "my-kernel"
-            raise ExportError(f"--name {self.name!r}: small letters, digits, single dashes, a letter first, "
-                              f"at most 80; for example: --name {suggestion}")
-        if self.repo_id and not re.fullmatch(r"[\w.-]+/[A-Za-z0-9][\w.-]{0,95}", self.repo_id):
-            raise ExportError(f"--repo-id {self.repo_id!r}: USER/NAME is wanted, for example: user/{self.name}")
-        if self.version < 1:
-            raise ExportError(f"--version {self.version}: versions count from 1")
+            raise ExportError(f"--name {self.name!r}: at least two characters, at most 80: small letters, digits, "
+                              f"single dashes, a letter first, no dash at the end; for example: --name {suggestion}")
+        if self.python_name in TAKEN or keyword.iskeyword(self.python_name):
+            raise ExportError(f"--name {self.name!r}: Python has that word or module already; for example: --name "
+                              f"my-{self.name}")  # fmt: skip
+        if self.repo_id and (why := _repo_id_objection(self.repo_id)):
+            raise ExportError(f"--repo-id {self.repo_id!r}: {why}; for example: user/{self.name}")
+        if not 1 <= self.version <= VERSIONS:
+            raise ExportError(f"--version {self.version}: versions count from 1 to {VERSIONS}")
         if self.license not in LICENSES:
             raise ExportError(f"--license {self.license!r} is none that the Hub knows; one of: {', '.join(LICENSES)}")
-        if unknown := [b for b in self.backends if b not in BACKENDS]:
+        if unknown := [b for b in self.backends or [""] if b not in BACKENDS]:
             raise ExportError(f"--backends {unknown[0]!r}: one or more of {','.join(BACKENDS)}")
 
     @property
@@ -88,6 +95,22 @@ class Project:
     @property
     def shown_repo(self) -> str:
         return self.repo_id or f"USER/{self.name}"
+
+
+def _repo_id_objection(repo_id: str) -> str:
+    if repo_id.count("/") != 1:
+        return "USER/NAME is wanted"
+    if repo_id.startswith("USER/"):
+        return "USER stands for your name on the Hub"
+    with contextlib.suppress(ImportError):
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
+
+        try:
+            validate_repo_id(repo_id)
+        except HFValidationError as error:
+            return " ".join(str(error).split()).rstrip(".")
+    return ""
 
 
 # ---- which kernel, and what the judge said of it --------------------------------------------------------------------
@@ -114,10 +137,17 @@ def verdict(source: KernelSource, workspace: Path | None = None, target: str = "
             same = record["source_sha256"] == source.sha256 and target in ("", record.get("target"))
             (mine if same else others).append(record | {"started": record["started"]})
     mine.sort(key=lambda r: (not _objection(r), r.get("device") == "cuda", len(r.get("sizes") or ()), r["started"]))
-    judge = f"judge it with: uv run bench.py --kernel {source.path}"
+    judge = f"judge it with: uv run bench.py --kernel {shlex.quote(str(source.path))}"
     if mine:
         objection = _objection(mine[-1])
         return mine[-1], f"{objection}; {judge}" if objection else ""
+    with contextlib.suppress(OSError):
+        for line in reversed((folder / "runs.jsonl").read_text().splitlines()):
+            with contextlib.suppress(ValueError, LookupError, TypeError):  # half a line of a run that was killed
+                run = json.loads(line)
+                if run["source_sha256"] == source.sha256:
+                    what = f"{run['outcome']}, {run['started']}"
+                    return {}, f"its record ({what}) was overwritten by a later run; {judge}"
     passed = [r for r in others if r.get("kernel_type") == source.kernel_type and not _objection(r)]
     if passed:
         last = max(passed, key=lambda r: r["started"])
@@ -131,6 +161,53 @@ def _objection(record: Mapping[str, Any]) -> str:
     if record.get("quick"):
         return "it was judged with --quick only"
     return "the judge's own files had been changed" if record.get("harness") == "dirty" else ""
+
+
+# ---- what a folder holds ---------------------------------------------------------------------------------------------
+
+
+def read_general(path: Path) -> dict[str, Any]:
+    """The [general] table of a build.toml. Raises ExportError where that cannot be read."""
+    import tomlkit  # of the package `kernels`
+
+    try:
+        return dict(tomlkit.parse(path.read_text("utf-8")).unwrap()["general"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ExportError(f"{path} is no project's build.toml ({' '.join(why.split())}); export anew, with another "
+                          "--output") from None  # fmt: skip
+
+
+def difference(project: Project, folder: Path, sha256: str = "") -> str:
+    """In what an exported folder is another project than this one (of the kernel with this hash), or ""."""
+    _loader()
+    general, cuda = read_general(folder / "build.toml"), folder / cuda_path(project)
+    asked = {"name": project.name, "version": project.version, "license": project.license}
+    asked |= {} if cuda.exists() else {"backends": list(project.backends)}
+    there = (general.get("hub") or {}).get("repo-id")
+    if project.repo_id and there not in (None, project.repo_id):
+        return f"--repo-id {there}, not {project.repo_id}"
+    for key, value in asked.items():
+        if general.get(key) != value:
+            shown = [",".join(v) if isinstance(v, list) else v for v in (general.get(key), value)]
+            return f"--{key} {shown[0]}, not {shown[1]}"
+    kernel = folder / "torch-ext" / project.python_name / "kernel.py"
+    if sha256 and kernel.exists():
+        head = cuda.read_text(errors="replace").partition("\n")[0] if cuda.exists() else ""
+        own = head.rpartition(" ")[2].rstrip(".") if head else hashlib.sha256(kernel.read_bytes()).hexdigest()
+        return "" if own == sha256 else f"another kernel (sha256 {own[:12]}, not {sha256[:12]})"
+    return "" if kernel.exists() else f"no {kernel.relative_to(folder)}"
+
+
+def fingerprint(work: Path, project: str, version: int) -> str:
+    """A hash of a build's sources, part of its id."""
+    python = project.replace("-", "_")
+    found = [*sorted((work / "torch-ext" / python).rglob("*")), work / f"{python}_cuda/{python}.cu",
+             work / "torch-ext/torch_binding.cpp"]  # fmt: skip
+    digest = hashlib.sha256(f"{project} {version}".encode())
+    for file in (f for f in found if f.is_file() and "__pycache__" not in f.parts):
+        digest.update(b"\0%s\0" % str(file.relative_to(work)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 # ---- the project's files ---------------------------------------------------------------------------------------------
@@ -157,6 +234,8 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     values = dict(
         op=spec.name, first=first, reference=spec.reference.__name__, schema=spec.schema().replace('"', '\\"'),
         names=", ".join(spec.parameters), tensors=", ".join(spec.args),
+        absent=" or ".join(f"{n} is None" for n in spec.required),
+        optional=repr(tuple(n for n, a in spec.args.items() if a.optional)),
         keywords=", ".join(f"{n}={n}" for n in spec.parameters),
         signature=", ".join(f"{n}: {kinds[n]}{d}" for n, d in defaults.items()),
         parameters=", ".join(n + d.replace(" ", "") for n, d in defaults.items()),
@@ -181,7 +260,13 @@ def package(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSour
     if cuda:
         files["op.py"] = files["op.py"].replace("import os\n", "", 1)
         files["_cuda.py"] = template("cuda.py.in", defines=repr(cuda.defines))
-    return files | ({"layers.py": layers} if layers else {})
+    return files | ({"layers.py": _without_code(layers)} if layers else {})
+
+
+def _without_code(layers: str) -> str:
+    """The docstring's first line alone: its code names a repository, and builds do not change when that is known."""
+    head, code = layers.split('"""', 2)[1:]
+    return f'"""{head.splitlines()[0]}"""{code}'
 
 
 def layers_source(project: Project, spec: OpSpec) -> str:
@@ -196,7 +281,11 @@ def _dtype_names(spec: OpSpec) -> str:
 
 
 def _doc(spec: OpSpec) -> str:
-    return inspect.cleandoc(spec.reference.__doc__ or spec.name).replace("\n", "\n    ")
+    """The formula's docstring, without the terms of optional arguments that the kernel does not take."""
+    text = inspect.cleandoc(spec.reference.__doc__ or spec.name).replace("\n", "\n    ")
+    for name in inspect.signature(spec.reference).parameters:
+        text = text if name in spec.parameters else re.sub(rf" [-+*/] {name}\b( \([^)]*\))?", "", text)
+    return text
 
 
 def _call(spec: OpSpec) -> str:
@@ -232,7 +321,8 @@ def reference_source(spec: OpSpec) -> str:
         if names & wanted:
             wanted |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
             kept.append(ast.get_source_segment(text, node) or "")
-    return "\n\n".join(['"""The formula in plain PyTorch: the judge ran it in float64."""', *reversed(kept)]) + "\n"
+    head = '"""The formula in plain PyTorch; the judge of AutoKernel runs it in float64."""'
+    return "\n\n".join([head, *reversed(kept)]) + "\n"
 
 
 def test_cases(spec: OpSpec, accepted: tuple[str, ...], on_gpu: bool) -> list[str]:
@@ -267,12 +357,8 @@ def _case_line(spec: OpSpec, case: Case) -> str:
     return f'    ({_draws(spec, case)}, {dict(case.scalars)}, "{dtype_name(dtype)}", {tolerance:.1e}),'
 
 
-def project_files(
-    project: Project, source: KernelSource, cuda: CudaSource | None, record: Mapping[str, Any], refusal: str,
-    variants: list[str],
-) -> dict[str, str]:  # fmt: skip
-    """All files of the project but the builds."""
-    spec = narrowed(ops.get(source.kernel_type), source.parameters)
+def project_files(project: Project, source: KernelSource, spec: OpSpec, cuda: CudaSource | None) -> dict[str, str]:
+    """All files of the project but the builds, and the card, which tells of them."""
     python, timed = project.python_name, [plain_case(spec, spec.shapes, name) for name in spec.timed]
     common = dict(
         name=project.name, op=spec.name, repo_id=project.shown_repo, version=project.version,
@@ -282,7 +368,6 @@ def project_files(
     files |= {
         "build.toml": build_toml(project, source, cuda),
         "flake.nix": template("flake.nix"),
-        "CARD.md": card(project, source, spec, record, refusal, variants),
         f"tests/test_{python}.py": template(
             "test.py.in", **common, test_file=f"test_{python}.py", first=next(iter(spec.args)),
             last=[n for n, a in spec.args.items() if not a.optional][-1],
@@ -330,9 +415,10 @@ def build_toml(project: Project, source: KernelSource, cuda: CudaSource | None) 
 
 
 def card(
-    project: Project, source: KernelSource, spec: OpSpec, record: Mapping[str, Any], refusal: str, variants: list[str]
-) -> str:
-    """CARD.md: how to use it, what was measured, by whom, and what it does not do."""
+    project: Project, source: KernelSource, spec: OpSpec, record: Mapping[str, Any], refusal: str,
+    states: Mapping[str, str], cuda: CudaSource | None = None,
+) -> str:  # fmt: skip
+    """CARD.md: how to use it, what was measured, by whom, and what it does not do; states: build -> its test."""
     python = project.python_name
     layers = ""
     if source_of_layers := layers_source(project, spec):
@@ -342,10 +428,13 @@ def card(
     return template(
         "card.md.in", name=project.name, license=project.license, backend=source.backend, version=project.version,
         repo_id=project.shown_repo, language=LANGUAGES[source.backend], mark=forced * bool(refusal),
+        made="exported" if refusal or not record else "judged and exported",
         summary=f"`{spec.name}`: {_doc(spec).splitlines()[0]}", call=_call(spec), dtype_names=_dtype_names(spec),
         example=_example(spec), layers=layers, measured=_measured(record, spec), verdict=_verdict(source, record),
-        limits="\n".join(f"- {line}" for line in _limits(source, spec, record)), test_file=f"test_{python}.py",
-        variants=", ".join(f"`{v}`" for v in variants) or "none",
+        limits="\n".join(f"- {line}" for line in _limits(source, spec, record, states, cuda)),
+        test_file=f"test_{python}.py", no_gpu=template("nogpu.md.in", repo_id=project.shown_repo,
+        version=project.version) * ("torch-cpu" in states),
+        variants=", ".join(f"`{v}` ({state})" for v, state in states.items()) or "none",
         other_builds="kernel-builder makes the others: `nix run .#build-and-copy -L`."
         if source.backend == "cuda" else "Triton compiles at the first call of a shape.",
     )  # fmt: skip
@@ -363,9 +452,14 @@ def _example(spec: OpSpec) -> str:
     return "\n".join([*lines, f"out = kernel.{spec.name}({', '.join(spec.tensors(case))})"])
 
 
+def _timed(record: Mapping[str, Any]) -> bool:
+    return bool(record.get("sizes")) and record.get("device") == "cuda"
+
+
 def _measured(record: Mapping[str, Any], spec: OpSpec) -> str:
-    if not record.get("sizes") or record.get("device") != "cuda":
-        return f"Nothing: {'the judge had no GPU' if record else 'the judge did not run'}, so there are no times."
+    if not _timed(record):
+        why = "the judge had no GPU" if record.get("device") != "cuda" else "the kernel did not get that far"
+        return f"Nothing: {why if record else 'the judge did not run'}, so there are no times."
     rows = [f"| size | dtype | µs | speedup vs {spec.baseline_name} | vs torch.compile |", "|---|---|---|---|---|"]
     for size in record["sizes"]:
         axes = ", ".join(f"{k} {v}" for k, v in size["axes"].items())
@@ -381,28 +475,40 @@ def _measured(record: Mapping[str, Any], spec: OpSpec) -> str:
 def _verdict(source: KernelSource, record: Mapping[str, Any]) -> str:
     lines = {"kernel (sha256)": f"`{source.sha256}`", "verdict": record.get("outcome", "never judged")}
     if record:
+        elsewhere = "a CPU, in Triton's interpreter" if source.backend == "triton" else "no GPU: it did not run"
         stages = [f"{name.replace('_', ' ')} {record[name]}" for name in STAGES if record.get(name)]
-        lines |= {"stages": "; ".join(stages), "judged on": record.get("gpu_name") or record.get("device"),
+        lines |= {"stages": "; ".join(stages), "judged on": record.get("gpu_name") or elsewhere,
                   "harness (sha256)": f"`{record.get('harness_sha256')}`, {record.get('harness')}",
                   "date": record.get("started")}  # fmt: skip
     return "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in lines.items())])
 
 
-def _limits(source: KernelSource, spec: OpSpec, record: Mapping[str, Any]) -> list[str]:
+def _limits(
+    source: KernelSource, spec: OpSpec, record: Mapping[str, Any], states: Mapping[str, str], cuda: CudaSource | None
+) -> list[str]:
     whole = ops.get(source.kernel_type)
     left_out = [n for n in whole.optional_names() if n not in source.parameters]
     lines = ["Inference only: the backward pass raises NotImplementedError.",
-             f"dtypes {_dtype_names(spec)}; all arguments of one dtype, on one device.",
-             "Times hold for the sizes and the GPU above; elsewhere measure with `kernels benchmark`."]  # fmt: skip
+             f"dtypes {_dtype_names(spec)}; all arguments of one dtype, on one device."]  # fmt: skip
+    if _timed(record):
+        lines.append("Times hold for the sizes and the GPU above; elsewhere measure with `kernels benchmark`.")
     lines += [f"Not there, as the kernel does not take it: `{', '.join(left_out)}`."] * bool(left_out)
     lines += ["Results may differ in the last bits from run to run (DETERMINISTIC = False)."] * source.nondeterministic
     vendor = record.get("vendor_calls") or []
     lines += [f"Calls a vendor library: {', '.join(vendor[:3])}."] * bool(vendor)
-    if record and record.get("device") != "cuda":
+    if record and record.get("device") != "cuda" and source.backend == "triton":
         lines.append("Judged in Triton's interpreter on a CPU only.")
-    if source.backend == "cuda":
-        lines.append("The build here is for the kind of GPU and the C library of the machine that made it.")
+    if cuda:
+        lines += [_needs(variant, cuda) for variant in states]
+    lines += [f"The build {v} was never run." for v, state in states.items() if state.startswith("not run")]
     return lines
+
+
+def _needs(variant: str, cuda: CudaSource) -> str:
+    toolkit = re.sub(r".*-cu(\d+)(\d)-.*", r"\1.\2", variant)
+    return (f"`{variant}` is compiled for GPUs of compute capability {cuda.capability} with CUDA {toolkit}; loads in "
+            f"PyTorch {'.'.join(map(str, TORCH_TARGET))} or later of the same CUDA major version and no earlier minor, "
+            "and needs the C library of the machine that made it, or a later one.")  # fmt: skip
 
 
 # ---- builds, validation, and all of it ------------------------------------------------------------------------------
@@ -412,6 +518,10 @@ def read_source(path: Path, target: str = "") -> KernelSource:
     """Read and check a kernel file for export. Raises ExportError for imports that the Hub's loader cannot give it."""
     expected = read_target(paths.shared() / "targets" / target).spec.name if target else None
     source = read_kernel(path, expected)
+    try:
+        source.data.decode()
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{path}: byte {error.start} is not UTF-8; save it as UTF-8, judge and export that") from None
     allowed = {"torch", "triton"} | sys.stdlib_module_names
     imports = [n for n in ast.walk(ast.parse(source.data)) if isinstance(n, (ast.Import, ast.ImportFrom))]
     for node in imports:
@@ -423,27 +533,35 @@ def read_source(path: Path, target: str = "") -> KernelSource:
     return source
 
 
+def admit(project: Project, source: KernelSource, output: Path) -> tuple[dict[str, Any], str]:
+    """The judge's record, and why it is none to rely on; raises ExportError where an export would be refused."""
+    if output.exists() or output.is_symlink():
+        raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
+    record, refusal = verdict(source)
+    if refusal and not project.force:
+        raise ExportError(f"{source.path.name} is refused: {refusal}, or export it with --force, which marks the card")
+    return record, refusal
+
+
 def export(project: Project, source: KernelSource, output: Path, progress=lambda text: None) -> dict[str, Any]:
     """Make the project in `output`, which must not exist. Returns what was made; raises ExportError and leaves nothing.
 
     {"folder", "variants", "refusal", "validated": variant -> "passed" or why it was not run, "note"}.
     """
     output = output.absolute()  # its own tests run in it
-    if output.exists():
-        raise ExportError(f"{output} exists already; choose another --name or --output, or remove it")
-    record, refusal = verdict(source)
-    if refusal and not project.force:
-        raise ExportError(f"{source.path.name} is refused: {refusal}, or export it with --force, which marks the card")
+    record, refusal = admit(project, source, output)
     _loader()
     cuda = read_cuda(source, cuda_path(project)) if source.backend == "cuda" else None
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+    _clean(output)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.{os.getpid()}.") as temporary:
         work = Path(temporary) / project.name
         variants, note = [f"torch-{b}" for b in project.backends], ""
         if cuda:
             variant, note = stable_variant()
             variants = [variant] if variant else []
-        files = project_files(project, source, cuda, record, refusal, variants)
+        spec = narrowed(ops.get(source.kernel_type), source.parameters)
+        files = project_files(project, source, spec, cuda)
         for name, text in files.items():
             paths.atomic_write(work / name, text.encode())
         for variant in variants:
@@ -451,8 +569,21 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
             build(project, work, variant, cuda)
         progress("validating")
         validated = validate(work, progress)
+        text = card(project, source, spec, record, refusal, validated, cuda)
+        paths.atomic_write(work / "CARD.md", text.encode())
         work.rename(output)
     return {"folder": output, "variants": variants, "refusal": refusal, "validated": validated, "note": note}
+
+
+def _clean(output: Path) -> None:
+    """Remove what exports of this project left behind that were killed."""
+    for old in output.parent.glob(f".{output.name}.*"):
+        owner = re.fullmatch(r"(\d{1,9})\.\w+", old.name.removeprefix(f".{output.name}."))
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(int(owner[1]), 0) if owner else None
+            except ProcessLookupError:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -> None:
@@ -462,16 +593,14 @@ def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -
     backend = "cuda" if cuda else variant.removeprefix("torch-")
     folder, package_folder = work / "build" / variant, work / "torch-ext" / project.python_name
     shutil.copytree(package_folder, folder)
-    inputs = [package_folder, *([work / cuda_path(project)] if cuda else [])]
-    texts = [f.read_bytes() for p in inputs for f in (sorted(p.rglob("*")) if p.is_dir() else [p]) if f.is_file()]
-    unique = hashlib.sha256(b"\0".join([project.name.encode(), b"%d" % project.version, *texts])).hexdigest()[:12]
-    identity = f"_{project.python_name}_{backend}_{unique}"  # two kernels with one id would be one module
-    (folder / "_ops.py").write_text(_namespace(identity, bool(cuda)))
+    # two kernels with one id would be one module
+    own_id = f"_{project.python_name}_{backend}_{fingerprint(work, project.name, project.version)}"
+    (folder / "_ops.py").write_text(_namespace(own_id, bool(cuda)))
     target: dict[str, Any] = {"type": backend}
     if cuda:
-        build_library(work, cuda, cuda_path(project), identity, folder / f"{identity}.abi3.so")
+        build_library(work, cuda, cuda_path(project), own_id, folder / f"{own_id}.abi3.so")
         target["archs"] = [cuda.capability]
-    values = {"name": project.name, "id": identity, "version": project.version, "license": project.license,
+    values = {"name": project.name, "id": own_id, "version": project.version, "license": project.license,
               "python-depends": [], "backend": target}  # fmt: skip
     digest = Digest.hash_variant(DigestAlgorithm.SHA256, folder)
     values["digest"] = {"algorithm": "sha256", "files": digest.files}
@@ -507,10 +636,16 @@ def validate(work: Path, progress=lambda text: None) -> dict[str, str]:
             if metadata.digest is None:
                 raise ValueError(f"{folder.name}/metadata.json has no digest")
             metadata.digest.validate(loader.Digest.hash_variant(metadata.digest.algorithm, folder))
+            if metadata.id.rpartition("_")[2] != fingerprint(work, str(metadata.name), metadata.version):
+                raise ValueError(f"{folder.name} was not built from the sources beside it: they were changed, or it "
+                                 "is kernel-builder's, which uploads itself")  # fmt: skip
             progress(f"testing {folder.name}")
             found[folder.name] = _run_tests(work, folder)
     except (OSError, ValueError, RuntimeError, loader.DigestValidationError) as error:
-        raise error if isinstance(error, ExportError) else ExportError(f"{work.name} is not valid: {error}") from None
+        why = " ".join(str(error).split())[:300]
+        if isinstance(error, ExportError):
+            raise
+        raise ExportError(f"{work.name} is not valid: {why}; export it again, with another --output") from None
     return found
 
 
@@ -522,16 +657,26 @@ def _run_tests(work: Path, folder: Path) -> str:
     environment |= {"TRITON_INTERPRET": "1"} if interpreted and not compiled else {}
     if interpreted and on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(next((work / "tests").glob("test_*.py"))), str(folder)]
+    tests = next((work / "tests").glob("test_*.py"), None)
+    if tests is None:
+        raise ExportError(f"{work / 'tests'} has no test_*.py: put it back, or export again with another --output")
+    command = [sys.executable, str(tests), str(folder)]
     try:
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True,
-                              timeout=VALIDATION_SECONDS)  # fmt: skip
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, errors="replace",
+                              timeout=VALIDATION_SECONDS, preexec_fn=process._die_with_parent)  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ExportError(f"{folder.name}: its tests took more than {VALIDATION_SECONDS} s") from None
     if done.returncode:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        raise ExportError(f"{folder.name} fails its own tests: {last.strip()[:300]}")
+        raise ExportError(f"{folder.name} fails its own tests: {_last_error(done)}")
     if compiled and not on_gpu:
         return "not run: no GPU here"
     here = " on an NVIDIA GPU" if folder.name == "torch-rocm" and torch.version.hip is None else ""
     return "passed in Triton's interpreter" if interpreted else f"passed{here}"
+
+
+def _last_error(done: subprocess.CompletedProcess) -> str:
+    """The line of a failed process that says most: its last error, else its last words, else the signal it died of."""
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    ended = f"ended by signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    return (errors or lines or [ended])[-1][:300] if done.returncode > 0 else ended

@@ -128,8 +128,8 @@ def _schema(launcher: Launcher) -> str:
     for i, p in enumerate(launcher.arguments):
         kind = kinds.get(p.code, "int")
         if p.code == "P":
-            kind = "Tensor" + ("" if p.const else f"({chr(ord('a') + i)}!)") + "?" * p.optional
-        words.append(f"{kind} {p.name}")
+            kind = "Tensor" + ("" if p.const else f"(a{i}!)") + "?" * p.optional
+        words.append(f"{kind} {p.name}_")  # no word of Python's or the schema's ends so
     return f"launch_{launcher.name}({', '.join(words)}) -> ()"
 
 
@@ -144,7 +144,7 @@ def _function(launcher: Launcher) -> str:
     returns = "void" if launcher.returns == "void" else "int"
     return f"""namespace launchers {{ extern "C" {returns} {launcher.name}({types}); }}
 void launch_{launcher.name}({takes}) {{
-  const int32_t ak_device = device_of("{first}", {first});
+  const int32_t ak_device = device_of("{first}", arg_{first});
   const DeviceGuard ak_guard(ak_device);
   void* const ak_stream = stream_of(ak_device);
   {f"{call};" if returns == "void" else f"const int ak_code = {call};"}
@@ -155,9 +155,10 @@ void launch_{launcher.name}({takes}) {{
 
 
 def _parameter(p: Param) -> str:
+    """Prefixed, so that no name of the source hides one of the binding's."""
     if p.code == "P":
-        return f"std::optional<Tensor> {p.name}" if p.optional else f"const Tensor& {p.name}"
-    return f"{dict.fromkeys('fd', 'double').get(p.code, 'bool' if p.code == '?' else 'int64_t')} {p.name}"
+        return f"std::optional<Tensor> arg_{p.name}" if p.optional else f"const Tensor& arg_{p.name}"
+    return f"{dict.fromkeys('fd', 'double').get(p.code, 'bool' if p.code == '?' else 'int64_t')} arg_{p.name}"
 
 
 def _passed(p: Param) -> str:
@@ -165,10 +166,10 @@ def _passed(p: Param) -> str:
         return "ak_stream"
     if p.code == "P":
         dtype = f"ScalarType::{SCALAR_TYPES[p.dtype]}" if p.dtype else "std::nullopt"
-        return f'address("{p.name}", {p.name}, ak_device, {dtype}, {str(p.strided).lower()})'
+        return f'address("{p.name}", arg_{p.name}, ak_device, {dtype}, {str(p.strided).lower()})'
     if p.code in "fd?":
-        return f"float({p.name})" if p.code == "f" else p.name
-    return f'integer<{p.ctype}>("{p.name}", {p.name})'
+        return f"float(arg_{p.name})" if p.code == "f" else f"arg_{p.name}"
+    return f'integer<{p.ctype}>("{p.name}", arg_{p.name})'
 
 
 # ---- the build ----------------------------------------------------------------------------------------------------
@@ -198,12 +199,14 @@ def build_library(work: Path, cuda: CudaSource, source: str, identity: str, libr
 
     Paths are relative to the project: the library's messages name no folder of this machine."""
     home, arch = Path(torch.__file__).parent, cuda.capability.replace(".", "")
+    # nvcc splits what it passes on where it has a blank or a comma
+    named = [str(folder) for folder in (home / "include", work) if not re.search(r"[\s,]", str(folder))]
     command = [
         find_nvcc(), f"-gencode=arch=compute_{arch},code=sm_{arch}", *COMPILE_FLAGS, *cuda.flags,
         "-Xcompiler", "-fvisibility=hidden", f"-I{home / 'include'}", f"-DTORCH_EXTENSION_NAME={identity}",
         f"-DTORCH_TARGET_VERSION=0x{TORCH_TARGET[0]:02x}{TORCH_TARGET[1]:02x}000000000000",
-        source, "torch-ext/torch_binding.cpp", "-o", str(library.resolve()),
-        "-Xcompiler", f"-fmacro-prefix-map={home / 'include'}/=", "-Xcompiler", f"-fmacro-prefix-map={work}/=",
+        source, "torch-ext/torch_binding.cpp", "-o", str(library.relative_to(work)),
+        *[word for folder in named for word in ("-Xcompiler", f"-fmacro-prefix-map={folder}/=")],
         "-Xlinker", f"-L{home / 'lib'},--no-as-needed,-ltorch",  # libtorch.so stands for its CPU and CUDA parts
     ]  # fmt: skip
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900)

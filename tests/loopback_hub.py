@@ -14,7 +14,8 @@ def git_name(data: bytes) -> str:
 
 
 class LoopbackHub:
-    """repos: id -> branch -> path -> bytes. fail: (method, regex of the path) -> status that is answered instead."""
+    """repos: id -> branch -> path -> bytes. fail: (method, regex of the path) -> what is answered instead: a status, or
+    a function of the handler."""
 
     def __init__(self):
         self.repos, self.fail, self.calls, self.tokens = {}, {}, [], set()
@@ -72,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         hub.tokens.add(self.headers.get("Authorization"))
         for (method, pattern), status in hub.fail.items():
             if method == self.command and re.search(pattern, path):
-                return self.answer({"error": "told to fail"}, status)
+                return status(self) if callable(status) else self.answer({"error": "told to fail"}, status)
         if path == "/api/repos/create":
             wanted = json.loads(body)
             repo = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
@@ -106,6 +107,9 @@ class Handler(BaseHTTPRequestHandler):
         files = hub.files(repo, revision)
         if files is None:
             return self.missing("RevisionNotFound")
+        if what == "revision":
+            siblings = [{"rfilename": name} for name in files]
+            return self.answer({"id": repo, "sha": hub.commit_of(repo, revision), "siblings": siblings})
         if what == "preupload":
             names = [f["path"] for f in json.loads(body)["files"]]
             return self.answer({"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]})
@@ -113,6 +117,8 @@ class Handler(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                elif line["key"] == "deletedFile":
+                    del files[line["value"]["path"]]
             commit = hub.commit_of(repo, revision)
             url = f"{hub.endpoint}/kernels/{repo}/commit/{commit}"
             return self.answer({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
