@@ -27,7 +27,7 @@ def matmul(A, B, bias=None):
 
 def softmax(x, dim=-1):
     """exp(x) / sum(exp(x)) along dim; same shape as x."""
-    e = torch.exp(x - x.amax(dim, keepdim=True))
+    e = torch.exp(x - x.amax(dim, keepdim=True)) if x.numel() else x  # the dimension may be the empty one
     return e / e.sum(dim, keepdim=True)
 
 

@@ -135,3 +135,10 @@ def test_contents_are_fresh_finite_and_stay_in_their_tensor(content, dtype):
     assert content == "zeros" or dtype not in content_dtypes(content) or not torch.equal(*draws)
     layout.views(region)["x"].zero_()
     assert not region.any()  # nothing was written beside the view
+
+
+@pytest.mark.parametrize("name", ["softmax", "reduce"])
+def test_oracles_work_along_an_empty_dimension(name):
+    spec, x = ops.get(name), torch.zeros(0, 34, dtype=torch.float64)
+    for dim in (-1, -2, 0, 1):
+        assert spec.reference(x, dim=dim).shape == spec.baseline(x, dim=dim).shape
