@@ -32,6 +32,9 @@ KEPT_VARIABLES = (
     "CUTLASS_HOME", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "OMP_NUM_THREADS", "CC", "CXX",
 )  # fmt: skip
 
+# of Intel's OpenMP, GNU's, and numpy's OpenBLAS: their threads would spin after their work, as if the kernel went on
+QUIET_POOLS = {"KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_THREAD_TIMEOUT": "4"}
+
 
 def keep_bytecode() -> None:
     """Have Python keep what it compiles of the libraries in our cache: PyTorch without bytecode takes seconds more.
@@ -56,7 +59,7 @@ class Child:
         self.memory = os.memfd_create("arena", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)  # no path: nobody else opens it
         environment = {k: os.environ[k] for k in KEPT_VARIABLES if k in os.environ}
         environment |= {"HOME": str(self.folder), "TMPDIR": str(self.folder)}
-        environment["KMP_BLOCKTIME"] = "0"  # Intel's OpenMP would spin for 200 ms after its work, as if at work
+        environment |= QUIET_POOLS
         known = ["-X", f"pycache_prefix={sys.pycache_prefix}"] if sys.pycache_prefix else []
         _adopt_orphans()
         self.sock, theirs = socket.socketpair()

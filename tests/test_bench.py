@@ -39,6 +39,14 @@ def test_starters_pass(op, judge):
     assert "not a measurement" in report.block(values)
 
 
+@pytest.mark.parametrize("op", ["matmul", "reduce"])
+def test_threads_of_libraries_are_no_work_of_the_kernels(op, judge, monkeypatch):
+    """A user sets no OMP_NUM_THREADS, unlike these tests: the threads of numpy and PyTorch take part."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    values = judge(ROOT / "kernels" / f"{op}.py")
+    assert values["correctness"] == "PASS", values["reason"]
+
+
 def test_kernel_py_is_the_matmul_starter():
     assert (ROOT / "kernel.py").read_bytes() == (ROOT / "kernels" / "matmul.py").read_bytes()
 
