@@ -181,7 +181,7 @@ def read_general(path: Path) -> dict[str, Any]:
 def difference(project: Project, folder: Path, sha256: str = "") -> str:
     """In what an exported folder is another project than this one (of the kernel with this hash), or ""."""
     _loader()
-    general, cuda = read_general(folder / "build.toml"), folder / cuda_path(project)
+    general, cuda = read_general(folder / "build.toml"), folder / cuda_path(project.python_name)
     asked = {"name": project.name, "version": project.version, "license": project.license}
     asked |= {} if cuda.exists() else {"backends": list(project.backends)}
     there = (general.get("hub") or {}).get("repo-id")
@@ -202,8 +202,8 @@ def difference(project: Project, folder: Path, sha256: str = "") -> str:
 def fingerprint(work: Path, project: str, version: int) -> str:
     """A hash of a build's sources, part of its id."""
     python = project.replace("-", "_")
-    found = [*sorted((work / "torch-ext" / python).rglob("*")), work / f"{python}_cuda/{python}.cu",
-             work / "torch-ext/torch_binding.cpp"]  # fmt: skip
+    package, binding = work / "torch-ext" / python, work / "torch-ext/torch_binding.cpp"
+    found = [*sorted(package.rglob("*")), work / cuda_path(python), binding]
     digest = hashlib.sha256(f"{project} {version}".encode())
     for file in (f for f in found if f.is_file() and "__pycache__" not in f.parts):
         digest.update(b"\0%s\0" % str(file.relative_to(work)).encode() + file.read_bytes())
@@ -382,7 +382,7 @@ def project_files(project: Project, source: KernelSource, spec: OpSpec, cuda: Cu
         ),
     }  # fmt: skip
     if cuda:
-        files |= {cuda_path(project): cuda.text, "torch-ext/torch_binding.cpp": cuda.binding}
+        files |= {cuda_path(project.python_name): cuda.text, "torch-ext/torch_binding.cpp": cuda.binding}
     return files
 
 
@@ -391,8 +391,8 @@ def plain_case(spec: OpSpec, shapes: Mapping[str, Any], name: str) -> Case:
     return Case(name, "", shapes[name], "fp16", omit=tuple(n for n, a in spec.args.items() if a.optional))
 
 
-def cuda_path(project: Project) -> str:
-    return f"{project.python_name}_cuda/{project.python_name}.cu"
+def cuda_path(python_name: str) -> str:
+    return f"{python_name}_cuda/{python_name}.cu"
 
 
 def build_toml(project: Project, source: KernelSource, cuda: CudaSource | None) -> str:
@@ -406,7 +406,7 @@ def build_toml(project: Project, source: KernelSource, cuda: CudaSource | None) 
         return "\n".join([*lines, "", "[torch-noarch]", ""])
     lines += ["", "[torch]", 'src = ["torch-ext/torch_binding.cpp"]', "", "[torch.stable-abi]", 'cuda = "2.11"']
     lines += ["", f"[kernel.{project.python_name}]", 'backend = "cuda"', 'depends = ["torch"]',
-              f'src = ["{cuda_path(project)}"]', f'cuda-capabilities = ["{cuda.capability}"]',
+              f'src = ["{cuda_path(project.python_name)}"]', f'cuda-capabilities = ["{cuda.capability}"]',
               f"cuda-flags = {json.dumps(cuda.flags)}", ""]  # fmt: skip
     return "\n".join(lines)
 
@@ -551,7 +551,7 @@ def export(project: Project, source: KernelSource, output: Path, progress=lambda
     output = output.absolute()  # its own tests run in it
     record, refusal = admit(project, source, output)
     _loader()
-    cuda = read_cuda(source, cuda_path(project)) if source.backend == "cuda" else None
+    cuda = read_cuda(source, cuda_path(project.python_name)) if source.backend == "cuda" else None
     output.parent.mkdir(parents=True, exist_ok=True)
     _clean(output)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.{os.getpid()}.") as temporary:
@@ -598,7 +598,7 @@ def build(project: Project, work: Path, variant: str, cuda: CudaSource | None) -
     (folder / "_ops.py").write_text(_namespace(own_id, bool(cuda)))
     target: dict[str, Any] = {"type": backend}
     if cuda:
-        build_library(work, cuda, cuda_path(project), own_id, folder / f"{own_id}.abi3.so")
+        build_library(work, cuda, cuda_path(project.python_name), own_id, folder / f"{own_id}.abi3.so")
         target["archs"] = [cuda.capability]
     values = {"name": project.name, "id": own_id, "version": project.version, "license": project.license,
               "python-depends": [], "backend": target}  # fmt: skip

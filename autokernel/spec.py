@@ -111,7 +111,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        kind = self.content if isinstance(self.content, str) else "/".join(dict.fromkeys(self.content.values()))
+        kind = "/".join(dict.fromkeys(content_kinds(self.content)))
         layouts = {"": self.layout} if isinstance(self.layout, str) else self.layout
         notes = [kind] * (kind != "normal")
         notes += [f"{name} {layout}".strip() for name, layout in layouts.items() if layout != "contiguous"]
@@ -236,8 +236,7 @@ class OpSpec:
 
         Content "uneven" makes each sum one of positive terms, whatever the size of its row.
         """
-        kinds = case.content.values() if not isinstance(case.content, str) else (case.content,)
-        return 1e-9 if "uneven" in kinds else self.by_element
+        return 1e-9 if "uneven" in content_kinds(case.content) else self.by_element
 
     # ---- cases -------------------------------------------------------------------------------------------------
 
@@ -342,10 +341,13 @@ def _elements(spec: OpSpec, size: Size) -> int:
     return sum(math.prod(axes_shape(a.axes, size)) for a in spec.args.values())
 
 
+def content_kinds(content: Mapping[str, str] | str) -> list[str]:
+    return [content] if isinstance(content, str) else list(content.values())
+
+
 def content_dtypes(content: Mapping[str, str] | str) -> tuple[str, ...]:
     """The dtypes that a kind of content is asked in."""
-    kinds = [content] if isinstance(content, str) else content.values()
-    return tuple(d for d in DTYPES if all(d in CONTENT_DTYPES.get(kind, DTYPES) for kind in kinds))
+    return tuple(d for d in DTYPES if all(d in CONTENT_DTYPES.get(k, DTYPES) for k in content_kinds(content)))
 
 
 def covering(

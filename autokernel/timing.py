@@ -70,14 +70,8 @@ class Sample:
         return found[len(found) // 4]
 
     def add(self, reply: dict) -> None:
-        self.drop.append(reply["drop_s"])
-        self.before.append(reply["before_s"])
-        self.flush.append(reply["flush_s"])
-        self.device.append(reply["device_s"])
-        self.host.append(reply["host_s"])
-        self.after.append(reply["after_s"])
-        self.wall.append(reply["wall_s"])
-        self.queued.append(reply["queued_s"])
+        for name in ("drop", "before", "flush", "device", "host", "after", "wall", "queued"):
+            getattr(self, name).append(reply[f"{name}_s"])
         self.peak_bytes = max(self.peak_bytes, reply["peak_bytes"])
 
 

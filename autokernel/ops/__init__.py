@@ -71,6 +71,19 @@ def row_hidden(size: Callable[[Any, int], Size], axes: str = "three four two") -
     }
 
 
+def product_hidden(size: Callable[..., Size], axes: int, most: tuple[int, int], tops: tuple[int, int], dims: int):
+    """A hidden size: rows of so many axes, each up to `most`, and as many other dimensions as `dims`, up to `tops`.
+
+    most, tops: (on a GPU, elsewhere).
+    """
+
+    def drawn(rng: Random, on_gpu: bool) -> Size:
+        rows = tuple(rng.randint(2, most[not on_gpu]) for _ in range(axes))
+        return size(rows, *(odd_or_even(rng, tops[not on_gpu]) for _ in range(dims)))
+
+    return drawn
+
+
 def by_shape(*shape: Any) -> Size:
     """by_shape(2, 3), by_shape((2,), 3) -> {"shape": (2, 3)}"""
     return {"shape": tuple(n for part in shape for n in (part if isinstance(part, tuple) else (part,)))}

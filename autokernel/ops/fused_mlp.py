@@ -4,7 +4,7 @@ import math
 
 import reference
 from autokernel.graph import CASTS, RESHAPES, Match, name, number, operand, part, shape, strip
-from autokernel.ops import contents, odd_or_even
+from autokernel.ops import contents, product_hidden
 from autokernel.ops.matmul import product
 from autokernel.spec import OpSpec, arg
 
@@ -14,11 +14,7 @@ def _sizes(rows, dim, hidden, out=None):
 
 
 def _hidden(axes, most):
-    def size(rng, on_gpu):
-        rows = tuple(rng.randint(2, most[not on_gpu]) for _ in range(axes))
-        return _sizes(rows, *(odd_or_even(rng, 700 if on_gpu else 60) for _ in range(3)))
-
-    return size
+    return product_hidden(_sizes, axes, most, (700, 60), 3)
 
 
 _ELEMENTWISE = CASTS | RESHAPES | frozenset(

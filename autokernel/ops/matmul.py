@@ -7,7 +7,7 @@ import torch.fx as fx
 
 import reference
 from autokernel.graph import Match, View, name, operand, shape
-from autokernel.ops import VECTOR_LAYOUTS, contents, odd_or_even
+from autokernel.ops import VECTOR_LAYOUTS, contents, product_hidden
 from autokernel.spec import OpSpec, arg
 
 
@@ -21,13 +21,7 @@ def _mnk(m, n, k):
 
 
 def _hidden(axes, most):
-    """A with so many axes before the last, each up to most[0] on a GPU and most[1] elsewhere."""
-
-    def size(rng, on_gpu):
-        rows = tuple(rng.randint(2, most[not on_gpu]) for _ in range(axes))
-        return _mnk(rows, *(odd_or_even(rng, 1500 if on_gpu else 90) for _ in range(2)))
-
-    return size
+    return product_hidden(_mnk, axes, most, (1500, 90), 2)
 
 
 def product(node: fx.Node) -> tuple[View, View, fx.Node | None, tuple] | None:
